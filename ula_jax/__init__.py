@@ -1,0 +1,1 @@
+"""Placement and replacement of the KV cache of sparse-attention language models."""

@@ -1,0 +1,44 @@
+"""How one model runs over the devices of the mesh axis `kv`: by requests (DP) or by heads (TP)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+Mode = Literal["dp", "tp"]
+AXIS = "kv"
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """DP shards requests and keeps whole attention weights; TP shards heads and replicates requests.
+
+    In both modes experts are sharded over the same devices.
+    """
+
+    mode: Mode = "tp"
+    size: int = 1
+    axis: str = AXIS
+
+    def __post_init__(self):
+        if self.mode not in ("dp", "tp"):
+            raise ValueError(f"mode: expected 'dp' or 'tp', found {self.mode!r}; choose one of them")
+        if self.size < 1:
+            raise ValueError(f"devices: expected at least 1, found {self.size}; pass a positive number")
+
+    @property
+    def tp(self) -> bool:
+        return self.mode == "tp"
+
+
+def make_mesh(devices: int) -> Mesh:
+    """A one-axis mesh `kv` over the first `devices` devices."""
+    found = jax.devices()
+    if devices < 1 or devices > len(found):
+        raise ValueError(
+            f"devices: expected 1 to {len(found)} (what JAX sees), found {devices}; on a CPU set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={max(devices, 1)} before Python starts"
+        )
+    return Mesh(np.asarray(found[:devices]), (AXIS,), axis_types=(AxisType.Auto,))
