@@ -1,0 +1,19 @@
+"""Sparse-attention language models in flax NNX; their KV lives in a history that the caller gives."""
+
+from models.config import ModelConfig, RopeConfig
+from models.decoder import Decoder
+from models.mtp import MtpLayer
+from models.tensor_files import CheckpointError
+from models.weights import abstract_model, init_model, load_checkpoint, save_checkpoint
+
+__all__ = [
+    "CheckpointError",
+    "Decoder",
+    "ModelConfig",
+    "MtpLayer",
+    "RopeConfig",
+    "abstract_model",
+    "init_model",
+    "load_checkpoint",
+    "save_checkpoint",
+]

@@ -1,0 +1,110 @@
+"""Routed experts: a float32 router, experts sharded over the devices in DP as in TP."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Float32
+from numpy.typing import DTypeLike
+
+from models.config import ModelConfig
+from models.layers import HIGHEST, Mlp, linear_f32, parameter
+from ula_jax.parallel import Parallel
+
+
+class Router(nnx.Module):
+    """Which experts a token takes and how much of each."""
+
+    def __init__(self, config: ModelConfig, prefix: str):
+        self.config = config
+        experts = config.num_experts
+        self.gate = parameter(f"{prefix}gate.weight", (experts, config.hidden_size), jnp.float32)
+        if config.scoring == "sigmoid":
+            name = f"{prefix}gate.e_score_correction_bias"
+            self.bias = parameter(name, (experts,), jnp.float32, init="router_bias")
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float32[Array, "T E"]:
+        """Gates, zero for the experts not taken."""
+        config = self.config
+        scores = linear_f32(x.astype(jnp.float32), self.gate[...])
+        if config.scoring == "softmax":
+            scores = choice = jax.nn.softmax(scores, -1)
+        else:
+            scores = jax.nn.sigmoid(scores)
+            choice = scores + self.bias[...]  # chooses, never weighs
+        if config.num_expert_groups > 1:
+            choice = self._within_best_groups(choice)
+        _, chosen = jax.lax.top_k(choice, config.num_experts_per_token)
+        gates = jnp.take_along_axis(scores, chosen, -1, mode="promise_in_bounds")
+        if config.norm_topk_prob:
+            gates = gates / (gates.sum(-1, keepdims=True) + 1e-20)
+        gates = gates * jnp.float32(config.routed_scaling_factor)
+        taken = jax.nn.one_hot(chosen, config.num_experts, dtype=jnp.float32)
+        return jnp.einsum("tk,tke->te", gates, taken, precision=HIGHEST)
+
+    def _within_best_groups(self, choice: Float32[Array, "T E"]) -> Float32[Array, "T E"]:
+        """Experts outside the chosen groups get -inf: 0 would beat a negative biased score."""
+        config = self.config
+        grouped = choice.reshape(choice.shape[0], config.num_expert_groups, -1)
+        if config.scoring == "sigmoid":
+            group_scores = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+        else:
+            group_scores = grouped.max(-1)
+        _, best = jax.lax.top_k(group_scores, config.num_selected_groups)
+        allowed = jax.nn.one_hot(best, config.num_expert_groups, dtype=jnp.bool).any(-2)
+        return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+class Moe(nnx.Module):
+    """Routed experts and a shared expert.
+
+    Every device runs all of its own experts on all tokens and weighs them by their gates, most of which are
+    zero. That is E / (P top-k) times the arithmetic needed (4 for 256 experts, top 8, 8 devices), and inner
+    activations of tokens x local experts x width. In return nothing is sorted, dropped or padded, the order
+    of the sum is fixed, and a token's result cannot depend on its neighbours. DP gathers the tokens of all
+    devices first and scatters the sum.
+    """
+
+    def __init__(self, config: ModelConfig, parallel: Parallel, prefix: str, dtype: DTypeLike):
+        self.parallel = parallel
+        experts, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        spec = P(parallel.axis, None, None)
+        self.router = Router(config, prefix)
+        name = prefix + "experts.{}."
+        self.gate_proj = parameter(
+            f"{name}gate_proj.weight", (experts, width, hidden), dtype, spec, "experts"
+        )
+        self.up_proj = parameter(f"{name}up_proj.weight", (experts, width, hidden), dtype, spec, "experts")
+        self.down_proj = parameter(
+            f"{name}down_proj.weight", (experts, hidden, width), dtype, spec, "experts"
+        )
+        if config.num_shared_experts:
+            width = config.shared_intermediate_size
+            self.shared_experts = Mlp(f"{prefix}shared_experts.", hidden, width, parallel, dtype)
+        else:
+            self.shared_experts = None
+
+    def __call__(self, x: Float[Array, "B S D"]) -> Float32[Array, "B S D"]:
+        """[B, S, D] after post_attention_layernorm -> [B, S, D], whole."""
+        axis, tokens = self.parallel.axis, x.reshape(-1, x.shape[-1])
+        gates = self.router(tokens)
+        shared = self.shared_experts(tokens) if self.shared_experts is not None else jnp.float32(0)
+        if self.parallel.tp:
+            output = jax.lax.psum(self._routed(tokens, gates) + shared, axis)
+        else:
+            everyone = jax.lax.all_gather(tokens, axis, tiled=True)
+            partial = self._routed(everyone, jax.lax.all_gather(gates, axis, tiled=True))
+            output = jax.lax.psum_scatter(partial, axis, tiled=True) + shared
+        return output.reshape(x.shape)
+
+    def _routed(self, x: Float[Array, "T D"], gates: Float32[Array, "T E"]) -> Float32[Array, "T D"]:
+        """The share of this device's experts."""
+        gate, up = self.gate_proj[...], self.up_proj[...]
+        first = jax.lax.axis_index(self.parallel.axis) * gate.shape[0]
+        local = jax.lax.dynamic_slice_in_dim(gates, first, gate.shape[0], axis=1)
+        inner = jax.nn.silu(jnp.einsum("td,eid->tei", x, gate, precision=HIGHEST))
+        inner = inner * jnp.einsum("td,eid->tei", x, up, precision=HIGHEST)
+        weighed = (inner * local[..., None]).astype(x.dtype)
+        return jnp.einsum(
+            "tei,edi->td", weighed, self.down_proj[...], precision=HIGHEST, preferred_element_type=jnp.float32
+        )

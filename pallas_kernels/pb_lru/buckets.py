@@ -1,0 +1,104 @@
+"""The state of bucketed LRU and the words that every form of its operations shares.
+
+`rounds` ring buckets hold the slots touched in each of the last `rounds` rounds, `cold` what was touched before that,
+`free` what holds no row. A bucket is a bitmap over the slots with summary bitmaps above it, fanout 32.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32, UInt8, UInt32
+
+EMPTY = -1
+"""Padding in slot lists, as in `ula_jax.types`: kernels import nothing from above."""
+
+MAX_ROUNDS = 254
+"""Ring buckets are numbered in a uint8 label."""
+
+ALL = np.uint32(0xFFFFFFFF)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Buckets:
+    """Bitmaps of `slots` slots in `rounds + 2` buckets: the ring, then `cold`, then `free`.
+
+    A slot is in exactly one bucket, except between `evict` and the `touch` or `forget` that follows: then in none.
+    """
+
+    bits: UInt32[Array, "buckets words"]
+    """Bit `s % 32` of word `s // 32`: slot `s` is in the bucket."""
+    summaries: tuple[UInt32[Array, "buckets _"], ...]
+    """Level by level up to one word: bit `i` is set iff word `i` of the level below is not zero."""
+    label: UInt8[Array, " slots"]
+    """Ring bucket of the last touch. Not rewritten when the ring turns: if the slot's bit there is clear, the slot has
+    moved on to cold (or was evicted or freed)."""
+    cursor: Int32[Array, ""]
+    """The current ring bucket: it holds the slots touched in this round and is never evicted from."""
+    hand: Int32[Array, ""]
+    """Slot from which the next scan of `cold` starts."""
+
+    @property
+    def rounds(self) -> int:
+        return self.bits.shape[0] - 2
+
+    @property
+    def cold(self) -> int:
+        return self.bits.shape[0] - 2
+
+    @property
+    def free(self) -> int:
+        return self.bits.shape[0] - 1
+
+
+def create(num_slots: int, rounds: int) -> Buckets:
+    """All `num_slots` slots free. Raises ValueError unless num_slots >= 1 and 1 <= rounds <= MAX_ROUNDS."""
+    if num_slots < 1:
+        raise ValueError(f"num_slots: expected at least 1, found {num_slots}; give the pool a slot")
+    if not 1 <= rounds <= MAX_ROUNDS:
+        raise ValueError(f"rounds: expected 1 to {MAX_ROUNDS}, found {rounds}; choose a ring length in that range")
+    full = pack(jnp.ones(num_slots, bool))
+    bits = jnp.zeros((rounds + 2, full.shape[0]), jnp.uint32).at[-1].set(full)
+    return Buckets(bits, summarize(bits), jnp.zeros(num_slots, jnp.uint8), jnp.int32(0), jnp.int32(0))
+
+
+def pack(members: Bool[Array, "*batch n"]) -> UInt32[Array, "*batch words"]:
+    """Bitmap words of a mask, 32 entries a word, lowest bit first."""
+    *batch, n = members.shape
+    members = jnp.pad(members, [(0, 0)] * len(batch) + [(0, -n % 32)])
+    lanes = members.reshape(*batch, -1, 32).astype(jnp.uint32)
+    return jnp.sum(lanes << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+
+
+def unpack(words: UInt32[Array, "*batch words"], n: int) -> Bool[Array, "*batch n"]:
+    """The mask of `n` entries that `pack` made."""
+    lanes = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & jnp.uint32(1)
+    return lanes.reshape(*words.shape[:-1], -1)[..., :n].astype(bool)
+
+
+def summarize(bits: UInt32[Array, "buckets words"]) -> tuple[UInt32[Array, "buckets _"], ...]:
+    """Every summary level of these bitmaps: as many as it takes to come down to one word."""
+    levels: list[UInt32[Array, "buckets _"]] = []
+    below = bits
+    while below.shape[-1] > 1:
+        below = pack(below != 0)
+        levels.append(below)
+    return tuple(levels)
+
+
+def bucket_of(state: Buckets, slots: Int32[Array, " n"]) -> Int32[Array, " n"]:
+    """Bucket of each slot, decoded from its label and three bits; EMPTY for a slot in no bucket and for padding."""
+    slots = jnp.where(slots < state.label.shape[0], slots, EMPTY)
+    at = jnp.maximum(slots, 0)
+    ring = state.label[at].astype(jnp.int32)
+    word, bit = at // 32, jnp.uint32(1) << (at % 32).astype(jnp.uint32)
+
+    def holds(bucket: Int32[Array, " n"] | int) -> Bool[Array, " n"]:
+        return (state.bits[bucket, word] & bit) != 0
+
+    found = jnp.where(holds(state.free), state.free, EMPTY)
+    found = jnp.where(holds(state.cold), state.cold, found)
+    found = jnp.where(holds(ring), ring, found)
+    return jnp.where(slots < 0, EMPTY, found)

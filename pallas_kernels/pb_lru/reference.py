@@ -1,0 +1,115 @@
+"""The operations of bucketed LRU in jnp: their meaning, the CPU path and the oracle of the other forms.
+
+Vectorised over whole bitmaps: O(slots / 32) words a bucket, no loop over slots and no sort.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32, UInt32
+
+from pallas_kernels.pb_lru.buckets import ALL, EMPTY, Buckets, pack, summarize
+
+BLOCK = 32
+"""Words whose counts are added up before the search for a victim's word."""
+
+
+def rotate(state: Buckets) -> Buckets:
+    """Open a round: the oldest ring bucket joins cold and becomes the current one, empty. No row moves."""
+    cursor = (state.cursor + 1) % state.rounds
+
+    def turn(words: UInt32[Array, "buckets words"]) -> UInt32[Array, "buckets words"]:
+        words = words.at[state.cold].set(words[state.cold] | words[cursor])
+        return words.at[cursor].set(jnp.uint32(0))
+
+    # The OR of two bitmaps has the OR of their summaries, so every level turns alike.
+    return dataclasses.replace(
+        state, bits=turn(state.bits), summaries=tuple(map(turn, state.summaries)), cursor=cursor
+    )
+
+
+def touch(state: Buckets, slots: Int32[Array, " n"]) -> Buckets:
+    """Move slots (EMPTY padding ignored) from wherever they are into the current bucket."""
+    label = state.label.at[slots].set(
+        state.cursor.astype(jnp.uint8), mode="drop", wrap_negative_indices=False
+    )
+    return dataclasses.replace(_move(state, slots, state.cursor), label=label)
+
+
+def forget(state: Buckets, slots: Int32[Array, " n"]) -> Buckets:
+    """Move slots (EMPTY padding ignored) from wherever they are into free."""
+    return _move(state, slots, state.free)
+
+
+def evict(state: Buckets, count: Int32[Array, ""], limit: int) -> tuple[Int32[Array, " limit"], Buckets]:
+    """The first `count` (<= limit) slots in victim order, then EMPTY; they leave their buckets.
+
+    Victim order: free, cold, then the ring from the oldest bucket to the newest, never the current one. Within cold
+    cyclically from `hand`, which moves to one past the last cold victim; within any other bucket from the lowest slot.
+    If fewer than `count` slots are outside the current bucket, all of them are given and the list is shorter.
+    """
+    victims, hand = find_victims(state, count, limit)
+    return victims, dataclasses.replace(_move(state, victims, None), hand=hand)
+
+
+def find_victims(
+    state: Buckets, count: Int32[Array, ""], limit: int
+) -> tuple[Int32[Array, " limit"], Int32[Array, ""]]:
+    """The victims of `evict` and the hand after it, state unchanged."""
+    num_words = state.bits.shape[1]
+    # Every candidate word in victim order. The word under the hand stands twice: its upper bits first, its lower last.
+    start, cut = state.hand // 32, (state.hand % 32).astype(jnp.uint32)
+    cold_order = (start + jnp.arange(num_words + 1, dtype=jnp.int32)) % num_words
+    cold = state.bits[state.cold, cold_order]
+    cold = cold.at[0].set(cold[0] & (ALL << cut)).at[-1].set(cold[-1] & ~(ALL << cut))
+    aged = (state.cursor + 1 + jnp.arange(state.rounds - 1, dtype=jnp.int32)) % state.rounds
+    words = jnp.concatenate([state.bits[state.free], cold, state.bits[aged].reshape(-1)])
+    words = jnp.pad(words, (0, -words.shape[0] % BLOCK))
+
+    # Victim j is bit `j - (bits before the word)` of the word in which the running count passes j.
+    counts = lax.population_count(words).astype(jnp.int32).reshape(-1, BLOCK)
+    ends = jnp.cumsum(counts.sum(axis=1))
+    rank = jnp.arange(limit, dtype=jnp.int32)
+    given = rank < jnp.minimum(count, ends[-1])
+    block = jnp.minimum(jnp.searchsorted(ends, rank, side="right"), ends.shape[0] - 1).astype(jnp.int32)
+    inside = counts[block]
+    rank = rank - (ends[block] - inside.sum(axis=1))
+    upto = jnp.cumsum(inside, axis=1)
+    offset = jnp.sum(upto <= rank[:, None], axis=1, dtype=jnp.int32)
+    offset = jnp.minimum(offset, BLOCK - 1)
+    rank = rank - jnp.take_along_axis(upto - inside, offset[:, None], axis=1)[:, 0]
+    at = block * BLOCK + offset
+    bit = select_bit(words[at], rank)
+
+    free_end, cold_end = num_words, 2 * num_words + 1
+    in_cold = (at >= free_end) & (at < cold_end)
+    word = jnp.where(
+        at < free_end, at, jnp.where(in_cold, (start + at - free_end) % num_words, (at - cold_end) % num_words)
+    )
+    victims = jnp.where(given, word * 32 + bit, EMPTY)
+    last_cold = jnp.max(jnp.where(given & in_cold, jnp.arange(limit, dtype=jnp.int32), -1), initial=-1)
+    passed = (victims.at[last_cold].get(mode="fill", fill_value=0) + 1) % state.label.shape[0]
+    return victims, jnp.where(last_cold < 0, state.hand, passed)
+
+
+def select_bit(word: UInt32[Array, " n"], rank: Int32[Array, " n"]) -> Int32[Array, " n"]:
+    """Position of the set bit with `rank` set bits below it, by halving; any position if there is none."""
+    position = jnp.zeros_like(rank)
+    for width in (16, 8, 4, 2, 1):
+        low = lax.population_count(word & jnp.uint32((1 << width) - 1)).astype(jnp.int32)
+        above = rank >= low
+        rank = jnp.where(above, rank - low, rank)
+        word = jnp.where(above, word >> width, word)
+        position = jnp.where(above, position + width, position)
+    return position
+
+
+def _move(state: Buckets, slots: Int32[Array, " n"], bucket: Int32[Array, ""] | int | None) -> Buckets:
+    """Slots out of every bucket and, unless None, into `bucket`; summaries made anew."""
+    members = jnp.zeros(state.label.shape[0], bool)
+    mask = pack(members.at[slots].set(True, mode="drop", wrap_negative_indices=False))
+    bits = state.bits & ~mask
+    if bucket is not None:
+        bits = bits.at[bucket].set(bits[bucket] | mask)
+    return dataclasses.replace(state, bits=bits, summaries=summarize(bits))

@@ -1,0 +1,127 @@
+"""One step's view of the stored history: what the model calls while it is traced.
+
+The model asks by layer and group only. History finds the selected addresses, lets the placement make them readable,
+and hands attention over. It carries the state through the trace; `finish` gives it back.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.topk import top_k
+from ula_jax import index_keys
+from ula_jax.placements.base import Counters, Placement, Query, Readable, Selection
+from ula_jax.spec import KVSpec
+from ula_jax.types import EMPTY, Array, Bool, Float32, Int32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVState:
+    """All stored history: a placement's state and the index keys of each layer group."""
+
+    groups: tuple[Any, ...]
+    index_keys: tuple[Array, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step on one rank; a row of `tokens` belongs to one request."""
+
+    tokens: Int32[Array, "batch steps"]
+    start: Int32[Array, " batch"]
+    """Position of the first token of each row."""
+    count: Int32[Array, " batch"]
+    """Real tokens of each row; the rest is padding."""
+    page_table: Int32[Array, "batch pages"]
+    requests: Int32[Array, " batch"]
+    """Number of each request within its rank, EMPTY for padding."""
+
+    @property
+    def valid(self) -> Bool[Array, "batch steps"]:
+        return jnp.arange(self.tokens.shape[1]) < self.count[:, None]
+
+    @property
+    def positions(self) -> Int32[Array, "batch steps"]:
+        """Position of each token, 0 for padding."""
+        return jnp.where(self.valid, self.start[:, None] + jnp.arange(self.tokens.shape[1]), 0)
+
+
+class History:
+    """Lives while one step is traced, inside shard_map; arrays are one device's part."""
+
+    def __init__(self, spec: KVSpec, placement: Placement, state: KVState, batch: Batch):
+        self.spec, self.placement, self.batch = spec, placement, batch
+        self.groups, self.index_keys = list(state.groups), list(state.index_keys)
+        self.counters: dict[int, Counters] = {}
+        self.selected: dict[int, Array] = {}
+        """Selected positions [batch, steps, topk] of each group, EMPTY padded."""
+        self._readable: dict[int, Readable] = {}
+        self._place = {layer: (g, i) for g, layers in enumerate(spec.groups) for i, layer in enumerate(layers)}
+        striped = placement.striping.devices > 1
+        self._rank = jax.lax.axis_index(placement.parallel.axis) if striped else 0
+        self._new = jnp.where(batch.valid, self._address(batch.positions), EMPTY)
+
+    def select(
+        self,
+        group: int,
+        query: Float32[Array, "batch steps heads dim"],
+        weights: Float32[Array, "batch steps heads"],
+        key: Float32[Array, "batch steps dim"],
+    ) -> None:
+        """Store the tokens' index keys, score every position, and make the best `topk` readable for this group."""
+        striping, table = self.placement.striping, self.batch.page_table
+        keys = index_keys.append(self.index_keys[group], self._new, key, striping, self._rank)
+        self.index_keys[group] = keys
+        scores = index_keys.scores(keys, table, self.spec.page_size, query, weights, striping, self._rank)
+        # Position is checked before and after: below topk tokens, top-k must pick from the future.
+        visible = self._visible(jnp.arange(scores.shape[-1]))
+        scores = jnp.where(visible, jnp.where(jnp.isnan(scores), jnp.finfo(scores.dtype).min, scores), -jnp.inf)
+        picks = top_k(scores, min(self.spec.topk, scores.shape[-1]))
+        self._resolve(group, jnp.where(picks <= self.batch.positions[..., None], picks, EMPTY))
+
+    def select_all(self, group: int) -> None:
+        """Make every earlier position readable: dense attention."""
+        positions = jnp.arange(self.spec.table_width * self.spec.page_size)
+        self._resolve(group, jnp.where(self._visible(positions), positions, EMPTY))
+
+    def attend(
+        self,
+        layer: int,
+        query: Float32[Array, "batch steps heads width"],
+        row: Float32[Array, "batch steps width"],
+        scale: float,
+    ) -> Float32[Array, "batch steps heads latent"]:
+        """Store the tokens' rows of this layer and attend to the selected rows, the new ones among them."""
+        group, place = self._place[layer]
+        readable, fmt = self._readable[group], self.spec.row
+        rows = fmt.pack(row.reshape(-1, row.shape[-1]))
+        state = self.placement.append(self.groups[group], place, readable, rows)
+        self.groups[group] = state
+        return self.placement.attend(state, place, readable, Query(query, scale, fmt)).output
+
+    def finish(self) -> tuple[KVState, Int32[Array, "groups counters"]]:
+        """The state after the step, and what each group did."""
+        counters = jnp.stack([jnp.stack(self.counters[g]) for g in sorted(self.counters)])
+        return KVState(tuple(self.groups), tuple(self.index_keys)), counters
+
+    def _resolve(self, group: int, positions: Int32[Array, "batch steps topk"]) -> None:
+        """Positions go in ascending order: the order in which attention sums is then part of no placement."""
+        positions = jnp.where(self.batch.valid[..., None], positions, EMPTY)
+        positions = jnp.sort(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max), axis=-1)
+        positions = jnp.where(positions == jnp.iinfo(jnp.int32).max, EMPTY, positions)
+        self.selected[group] = positions
+        flat = positions.reshape(positions.shape[0], -1)
+        addresses = jnp.where(flat >= 0, self._address(jnp.maximum(flat, 0)), EMPTY).reshape(positions.shape)
+        selection = Selection(addresses, self._new, self.batch.requests)
+        readable, self.groups[group], counters = self.placement.resolve(self.groups[group], selection)
+        self._readable[group], self.counters[group] = readable, counters
+
+    def _visible(self, positions: Int32[Array, " length"]) -> Bool[Array, "batch steps length"]:
+        return positions <= self.batch.positions[..., None]
+
+    def _address(self, positions: Int32[Array, "batch n"]) -> Int32[Array, "batch n"]:
+        return index_keys.address(self.batch.page_table, self.spec.page_size, positions)

@@ -1,0 +1,159 @@
+"""The interface of a placement: where rows are stored, and how a step reaches those that attention reads.
+
+The two rules that carry everything: a placement is a pure function of a pytree state, and it may never change *what*
+attention reads, only *where*. A fetch-style placement hands its rows to `attend_rows`, the one attention function,
+in selection order; the barrier there keeps XLA from fusing a placement's gather into the arithmetic.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.sparse_mla import sparse_mla
+from ula_jax.parallel import Parallel
+from ula_jax.pool import Group
+from ula_jax.rows import RowFormat
+from ula_jax.spec import Budget, Capacity, KVSpec
+from ula_jax.striping import Striping
+from ula_jax.types import Array, Bool, Float32, Int32, Lanes, Scalar
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Selection:
+    """What one layer group needs in this step. `batch` are requests, `steps` their tokens in this step."""
+
+    addresses: Int32[Array, "batch steps topk"]
+    """Rows that each token attends to, by ascending position, EMPTY padded."""
+    new: Int32[Array, "batch steps"]
+    """Addresses of this step's own tokens, EMPTY for padding. Their rows come later, layer by layer."""
+    requests: Int32[Array, " batch"]
+    """Number of each request within its rank, EMPTY for padding."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["locations", "valid", "new_device", "new_host"],
+    meta_fields=["in_place"],
+)
+@dataclass(frozen=True)
+class Readable:
+    """Where the selected rows can be read in this step, and where the new rows go."""
+
+    locations: Int32[Array, "batch steps topk"]
+    """Locations (ula_jax.mapping) on this device; EMPTY or NOWHERE where it has nothing to read."""
+    valid: Bool[Array, "batch steps topk"]
+    new_device: Int32[Array, " tokens"]
+    """Device slots of the new rows (batch times steps of them), EMPTY where none."""
+    new_host: Int32[Array, " tokens"]
+    """Host slots of the new rows, EMPTY where none."""
+    in_place: bool = False
+    """True: every selected row is on the host and is read there."""
+
+
+class Counters(NamedTuple):
+    """Rows of one layer group in one step on one device. Rows of all its layers move together."""
+
+    selected: Scalar
+    """Entries of all selections, repeats counted."""
+    unique: Scalar
+    """Stored rows that this device looked up (its own stripe under striping), repeats removed if any may be moved."""
+    hits: Scalar
+    """Of those, rows that were on the device."""
+    host_fetches: Scalar
+    """Rows that came from the host."""
+    evictions: Scalar
+    """Rows that left the device to make room."""
+    written_back: Scalar
+    """Rows written to the host: evicted rows of exclusive placements, new rows of inclusive ones."""
+    peer_rows: Scalar
+    """Selected entries that came from other devices."""
+    dropped: Scalar
+    """Rows for which no slot was found. Always 0: anything else is a bug and stops the engine."""
+
+    @classmethod
+    def zero(cls, **counts: Any) -> "Counters":
+        return cls(**{name: jnp.int32(counts.get(name, 0)) for name in cls._fields})
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["vectors"], meta_fields=["scale", "row"])
+@dataclass(frozen=True)
+class Query:
+    """Absorbed queries of one layer."""
+
+    vectors: Float32[Array, "batch steps heads width"]
+    scale: float
+    row: RowFormat
+
+
+class Attended(NamedTuple):
+    """Latent output and natural log-sum-exp, so that partial attentions can be merged."""
+
+    output: Float32[Array, "batch steps heads latent"]
+    lse: Float32[Array, "batch steps heads"]
+
+
+class Placement(Protocol):
+    """A frozen, hashable dataclass. Runs inside shard_map: arrays are one device's part, `Group` is its state."""
+
+    @property
+    def parallel(self) -> Parallel: ...
+
+    @property
+    def striping(self) -> Striping:
+        """How the addresses of one rank are dealt over devices; index keys are striped alike."""
+        ...
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether a device and its host pool never hold the same row."""
+        ...
+
+    def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
+        """What fits. ValueError if not even one token's selection does."""
+        ...
+
+    def init(self, spec: KVSpec, budget: Budget) -> tuple[Group, ...]:
+        """Empty state, one Group for each layer group."""
+        ...
+
+    def resolve(self, group: Group, selection: Selection) -> tuple[Readable, Group, Counters]:
+        """Make the selected rows readable and find room for the new ones; may move rows."""
+        ...
+
+    def append(self, group: Group, layer: int, readable: Readable, rows: Lanes) -> Group:
+        """Store the new rows [tokens, words] of one layer (its number within the group)."""
+        ...
+
+    def attend(self, group: Group, layer: int, readable: Readable, query: Query) -> Attended:
+        """Attention of each token over its selected rows of one layer."""
+        ...
+
+    def release(self, group: Group, addresses: Int32[Array, " n"]) -> Group:
+        """The rows of these addresses (EMPTY padded) are not wanted any more."""
+        ...
+
+
+def attend_rows(query: Query, rows: Lanes, valid: Bool[Array, "batch steps topk"]) -> Attended:
+    """Attention over rows [batch * steps * topk, words] in selection order, whatever place they were read from."""
+    rows = jax.lax.optimization_barrier(rows)
+    numbers = query.row.unpack(rows).reshape(*valid.shape, query.row.width)
+    return Attended(*sparse_mla(query.vectors, numbers, valid, scale=query.scale, latent=query.row.latent))
+
+
+def check_room(name: str, found: int, spec: KVSpec, budget: Budget) -> None:
+    """Raise unless `found` slots hold the rows of one decode token: its selection and its own row."""
+    least = min(spec.topk + 1, spec.max_context)
+    if found < least:
+        raise ValueError(
+            f"{name}: budget too small for one request's selection: expected device memory for at least {least} rows "
+            f"of {spec.row_bytes} bytes beside the index keys, found room for {max(found, 0)} in {budget.device} "
+            f"bytes; raise the device budget to about {least * (spec.row_bytes + spec.index_bytes)} bytes or more"
+        )
+
+
+def whole_pages(addresses: int, spec: KVSpec) -> int:
+    return addresses // spec.page_size * spec.page_size

@@ -1,0 +1,131 @@
+"""UlaCache: one address space over the pools of all devices and the host, every row stored once.
+
+DP: a device pool and a host pool per device, shared by all its requests. TP: address t belongs to device t mod P and
+rows are fetched from their owners. Device and host hold disjoint rows: a miss takes its victim's device slot and leaves
+its host slot to the victim.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ula_jax import mapping as maps
+from ula_jax import pool
+from ula_jax.parallel import Parallel
+from ula_jax.placements.base import Attended, Counters, Query, Readable, Selection, attend_rows, check_room
+from ula_jax.policies import PBLRU
+from ula_jax.policies.base import Policy, Touch
+from ula_jax.pool import Group
+from ula_jax.spec import Budget, Capacity, KVSpec
+from ula_jax.striping import Striping
+from ula_jax.types import EMPTY, NOWHERE, Lanes, Scalar, Slots
+
+
+@dataclass(frozen=True)
+class Ula:
+    """Exclusive two-tier placement with a shared pool, evicted by any policy."""
+
+    parallel: Parallel = Parallel()
+    policy: Policy[Any] = PBLRU()
+    exclusive: ClassVar[bool] = True
+
+    @property
+    def striping(self) -> Striping:
+        return Striping(self.parallel.size if self.parallel.tp else 1)
+
+    def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
+        stripe = self.striping.devices
+        self.striping.check_page(spec.page_size)
+        row, key = spec.row_bytes, spec.index_bytes
+        # Index keys of host rows are on the device too: more host slots leave fewer device slots.
+        least = min(spec.topk + 1, spec.max_context)
+        host = budget.host // row
+        if key:
+            host = max(0, min(host, (budget.device - least * (row + key)) // key))
+        device = (budget.device - host * key) // (row + key)
+        check_room("ula", device, spec, budget)
+        surplus = (device + host) % (spec.page_size // stripe)
+        host, device = host - min(host, surplus), device - max(0, surplus - host)
+        return Capacity(
+            spec, 1 if self.parallel.tp else self.parallel.size, (device + host) * stripe, device, host, stripe,
+            working_set=device if host else None,
+        )
+
+    def init(self, spec: KVSpec, budget: Budget) -> tuple[Group, ...]:
+        size = self.capacity(spec, budget)
+        rows = size.device_slots + size.host_slots
+        return tuple(
+            pool.init(
+                len(layers), spec.row, rows, size.device_slots, size.host_slots, self.policy.init(size.device_slots)
+            )
+            for layers in spec.groups
+        )
+
+    def resolve(self, group: Group, selection: Selection) -> tuple[Readable, Group, Counters]:
+        rank = self._rank()
+        new = self.striping.local(selection.new.reshape(-1), rank)
+        chosen = self.striping.local(selection.addresses, rank)
+        wanted = jnp.concatenate([chosen.reshape(-1), new])
+        needed = maps.distinct(wanted, min(wanted.size, group.mapping.location.size))
+
+        location = maps.locate(group.mapping, needed)
+        stored = (needed >= 0) & (location != NOWHERE)
+        hit = location >= 0
+        policy = self.policy.touch(group.policy, Touch(maps.device_slot(location), needed))
+        missing = (needed >= 0) & ~hit
+        limit = min(needed.size, group.mapping.device_address.size)
+        given, policy = self.policy.evict(policy, jnp.sum(missing, dtype=jnp.int32), limit)
+        target = maps.lookup(given, jnp.where(missing, jnp.cumsum(missing) - 1, EMPTY), EMPTY)
+
+        source = maps.host_slot(location)
+        victim = maps.lookup(group.mapping.device_address, target, EMPTY)
+        mapping = maps.free_host(group.mapping, source)
+        refuge, mapping = maps.take_host(mapping, victim >= 0)
+        group = pool.exchange(
+            group,
+            source,
+            jnp.where(source >= 0, target, EMPTY),
+            jnp.where(refuge >= 0, target, EMPTY),
+            refuge,
+        )
+        mapping = maps.put_on_host(mapping, victim, refuge)
+        mapping = maps.put_on_device(mapping, jnp.where(missing, needed, EMPTY), target)
+        policy = self.policy.touch(policy, Touch(target, jnp.where(missing, needed, EMPTY), inserted=True))
+
+        evicted = victim >= 0
+        valid = selection.addresses >= 0
+        counters = Counters.zero(
+            selected=jnp.sum(valid),
+            unique=jnp.sum(stored),
+            hits=jnp.sum(hit),
+            host_fetches=jnp.sum(source >= 0),
+            evictions=jnp.sum(evicted),
+            written_back=jnp.sum(refuge >= 0),
+            peer_rows=jnp.sum(valid & (chosen < 0)),
+            dropped=jnp.sum(missing & (target < 0)) + jnp.sum(evicted & (refuge < 0)),
+        )
+        readable = Readable(
+            maps.device_slot(maps.locate(mapping, chosen)),
+            valid,
+            maps.device_slot(maps.locate(mapping, new)),
+            jnp.full_like(new, EMPTY),
+        )
+        return readable, replace(group, mapping=mapping, policy=policy), counters
+
+    def append(self, group: Group, layer: int, readable: Readable, rows: Lanes) -> Group:
+        return pool.write(group, layer, readable.new_device, rows)
+
+    def attend(self, group: Group, layer: int, readable: Readable, query: Query) -> Attended:
+        rows = pool.read(group, layer, readable.locations.reshape(-1))
+        if self.striping.devices > 1:  # every row has one owner and is zero elsewhere: the sum is exact
+            rows = jax.lax.psum(rows, self.parallel.axis)
+        return attend_rows(query, rows, readable.valid)
+
+    def release(self, group: Group, addresses: Slots) -> Group:
+        slots, mapping = maps.drop(group.mapping, self.striping.local(addresses, self._rank()))
+        return replace(group, mapping=mapping, policy=self.policy.forget(group.policy, slots))
+
+    def _rank(self) -> Scalar | int:
+        return jax.lax.axis_index(self.parallel.axis) if self.striping.devices > 1 else 0

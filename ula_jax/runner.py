@@ -1,0 +1,137 @@
+"""The compiled step: one jitted function over the mesh, its state donated."""
+
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ula_jax import memory
+from ula_jax.history import Batch, History, KVState
+from ula_jax.parallel import AXIS
+from ula_jax.placements.base import Placement
+from ula_jax.sampling import Sampling, sample
+from ula_jax.spec import Budget, KVSpec
+from ula_jax.types import Array
+
+
+class Model(Protocol):
+    """A decoder whose attention goes through History. Runs inside shard_map."""
+
+    def __call__(self, tokens: Array, positions: Array, history: History) -> Array: ...
+
+    def logits(self, hidden: Array) -> Array: ...
+
+
+class StepOutput(NamedTuple):
+    """Leading axis: ranks (counters: devices)."""
+
+    tokens: Array
+    """int32 [ranks, batch] sampled after the last real token of each row."""
+    logits: Array
+    """float32 [ranks, batch, vocab] of that token; [ranks, batch, steps, vocab] of all when tracing."""
+    counters: Array
+    """int32 [devices, groups, len(Counters)]."""
+    selected: tuple[Array, ...]
+    """When tracing: selected positions [ranks, batch, steps, topk] of each group, EMPTY padded."""
+
+
+class Runner:
+    """Owns the stored history and the functions that change it.
+
+    Batches and addresses have a leading axis of ranks: the devices under DP, 1 under TP.
+    """
+
+    def __init__(
+        self, model: nnx.Module, placement: Placement, spec: KVSpec, budget: Budget, mesh: Mesh, trace: bool = False
+    ):
+        parallel = placement.parallel
+        if mesh.shape[AXIS] != parallel.size:
+            raise ValueError(
+                f"mesh: expected {parallel.size} devices as the placement has, found {mesh.shape[AXIS]}; "
+                "make both with the same number"
+            )
+        self.placement, self.spec, self.mesh, self.trace = placement, spec, mesh, trace
+        self.capacity = placement.capacity(spec, budget)
+        self.ranks = self.capacity.ranks
+        graph, self.params = nnx.split(model)
+        by_rank = P() if parallel.tp else P(AXIS)
+        over = partial(jax.shard_map, mesh=mesh, check_vma=False)
+
+        def init() -> KVState:
+            size = self.capacity.addresses // self.capacity.stripe
+            groups = placement.init(spec, budget)
+            keys = [jnp.zeros((size, spec.index_dim), spec.index_dtype) for _ in groups if spec.index_dim]
+            return _expand(KVState(groups, tuple(keys)))
+
+        make = over(init, in_specs=(), out_specs=P(AXIS))
+        self.state: KVState = jax.jit(make, out_shardings=_shardings(jax.eval_shape(make), mesh))()
+
+        def step(params: Any, state: KVState, batch: Batch, sampling: Sampling):
+            decoder: Any = nnx.merge(graph, params)
+            batch, sampling = _squeeze(batch), _squeeze(sampling)
+            history = History(spec, placement, _squeeze(state), batch)
+            hidden = decoder(batch.tokens, batch.positions, history)
+            last = jnp.maximum(batch.count - 1, 0)
+            if trace:
+                logits = every = decoder.logits(hidden)
+                final = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
+            else:
+                hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+                final = every = decoder.logits(hidden)[:, 0]
+            tokens = sample(final, sampling, batch.start + batch.count)
+            state, counters = history.finish()
+            selected = tuple(history.selected[g] for g in sorted(history.selected)) if trace else ()
+            return _expand((tokens, every, selected)), counters[None], _expand(state)
+
+        specs = nnx.get_partition_spec(self.params)
+        self.step_function = jax.jit(
+            over(
+                step,
+                in_specs=(specs, P(AXIS), by_rank, by_rank),
+                out_specs=((by_rank, by_rank, by_rank), P(AXIS), P(AXIS)),
+            ),
+            donate_argnums=1,
+        )
+
+        def release(state: KVState, addresses: Array) -> KVState:
+            state = _squeeze(state)
+            groups = tuple(placement.release(group, addresses[0]) for group in state.groups)
+            return _expand(KVState(groups, state.index_keys))
+
+        self.release_function = jax.jit(
+            over(release, in_specs=(P(AXIS), by_rank), out_specs=P(AXIS)), donate_argnums=0
+        )
+
+    def step(self, batch: Batch, sampling: Sampling) -> StepOutput:
+        """Run one step; the state moves on."""
+        (tokens, logits, selected), counters, self.state = self.step_function(
+            self.params, self.state, batch, sampling
+        )
+        return StepOutput(tokens, logits, counters, selected)
+
+    def release(self, addresses: np.ndarray) -> None:
+        """Forget addresses, int32 [ranks, table_width * page_size], EMPTY padded."""
+        self.state = self.release_function(self.state, addresses)
+
+
+def _squeeze(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), tree)
+
+
+def _expand(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.lax.expand_dims(leaf, (0,)), tree)
+
+
+def _shardings(state: KVState, mesh: Mesh) -> KVState:
+    """Every leaf sharded over the devices; the lanes of `Group.host` in pinned host memory."""
+
+    def place(path, leaf):
+        host = any(getattr(key, "name", None) == "host" for key in path) and leaf.size
+        return memory.sharding(mesh, P(AXIS), host=bool(host))
+
+    return jax.tree_util.tree_map_with_path(place, state)

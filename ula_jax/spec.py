@@ -1,0 +1,149 @@
+"""What has to be stored (KVSpec), what there is to store it in (Budget), and what then fits (Capacity)."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax.numpy as jnp
+
+from ula_jax.rows import FormatName, RowFormat
+
+
+class ModelShape(Protocol):
+    """What placement needs to know of a model's config."""
+
+    @property
+    def layer_groups(self) -> tuple[tuple[int, ...], ...]: ...
+    @property
+    def has_indexer(self) -> bool: ...
+    @property
+    def index_topk(self) -> int: ...
+    @property
+    def index_head_dim(self) -> int: ...
+    @property
+    def kv_lora_rank(self) -> int: ...
+    @property
+    def qk_rope_head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes on each device, and bytes of host memory for each device, that hold KV rows and index keys.
+
+    Maps and policy state (about 12 bytes per address and layer group) are not charged.
+    """
+
+    device: int
+    host: int = 0
+
+    def __post_init__(self):
+        if self.device <= 0 or self.host < 0:
+            raise ValueError(
+                f"budget: expected device bytes above 0 and host bytes at least 0, found device {self.device}, "
+                f"host {self.host}; give bytes per device"
+            )
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """The KV history of one model: which layers share a selection, and how big everything is."""
+
+    groups: tuple[tuple[int, ...], ...]
+    row: RowFormat
+    topk: int
+    """Rows that one token attends to at most; `max_context` for dense models."""
+    index_dim: int
+    """Numbers in an index key; 0 for dense models."""
+    page_size: int
+    max_context: int
+
+    def __post_init__(self):
+        if self.page_size < 1 or self.max_context < 1:
+            raise ValueError(
+                f"expected page_size and max_context of at least 1, found {self.page_size} and {self.max_context}"
+            )
+
+    @classmethod
+    def of(cls, model: ModelShape, *, rows: FormatName = "fp32", page_size: int = 16, max_context: int) -> "KVSpec":
+        """The spec of a model for contexts of up to `max_context` tokens."""
+        return cls(
+            groups=model.layer_groups,
+            row=RowFormat(rows, model.kv_lora_rank, model.qk_rope_head_dim),
+            topk=min(model.index_topk, max_context) if model.has_indexer else max_context,
+            index_dim=model.index_head_dim if model.has_indexer else 0,
+            page_size=page_size,
+            max_context=max_context,
+        )
+
+    @property
+    def table_width(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.max_context // self.page_size)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group) for group in self.groups)
+
+    @property
+    def index_dtype(self):
+        return jnp.float32 if self.row.name == "fp32" else jnp.bfloat16
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's rows in all layers."""
+        return self.num_layers * self.row.nbytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of one token's index keys, which stay on the device."""
+        return len(self.groups) * self.index_dim * jnp.dtype(self.index_dtype).itemsize
+
+    def rows_needed(self, context: int, tokens: int = 1, stripe: int = 1) -> int:
+        """Most distinct rows that one device must hold for a step of `tokens` tokens ending at `context`.
+
+        Each token needs its selection and its own row; a stripe owns every `stripe`-th position. The worst case (all
+        selected rows on one owner) is meant: no step may ever find the pool too small.
+        """
+        return min(-(-context // stripe), tokens * (min(self.topk, context) + 1))
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a placement can hold in a budget. A rank is one device under DP and the whole mesh under TP."""
+
+    spec: KVSpec
+    ranks: int
+    addresses: int
+    """Logical addresses of one rank: tokens of history, a multiple of the page."""
+    device_slots: int
+    """Slots of one layer group on one device."""
+    host_slots: int
+    stripe: int = 1
+    """Devices that share one address space."""
+    quotas: int | None = None
+    """Requests that can hold a private hot buffer, for placements that give each one."""
+    working_set: int | None = None
+    """Rows that one step may need on one device; None where any step fits."""
+
+    @property
+    def tokens(self) -> int:
+        return self.ranks * self.addresses
+
+    def fits(self, contexts: list[int]) -> bool:
+        """Whether one rank holds requests of these (final) contexts at once, and can decode them in one step."""
+        pages = sum(-(-c // self.spec.page_size) for c in contexts)
+        if pages * self.spec.page_size > self.addresses:
+            return False
+        if self.quotas is not None and len(contexts) > self.quotas:
+            return False
+        need = sum(self.spec.rows_needed(c, stripe=self.stripe) for c in contexts)
+        return self.working_set is None or need <= self.working_set
+
+    def requests(self, context: int) -> int:
+        """Requests of `context` tokens (prompt and output) that are held at once, over all ranks."""
+        pages = -(-context // self.spec.page_size)
+        most = self.addresses // (pages * self.spec.page_size)
+        if self.quotas is not None:
+            most = min(most, self.quotas)
+        if self.working_set is not None:
+            most = min(most, self.working_set // self.spec.rows_needed(context, stripe=self.stripe))
+        return self.ranks * most

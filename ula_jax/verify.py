@@ -1,0 +1,100 @@
+"""The invariants of a placement's state (docs/design.md), checked on the host in numpy."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from ula_jax.history import KVState
+from ula_jax.metrics import Residency
+from ula_jax.placements.base import Placement
+from ula_jax.pool import Group
+from ula_jax.spec import KVSpec
+from ula_jax.types import EMPTY, NOWHERE
+
+
+class InvariantError(AssertionError):
+    """A placement's state contradicts itself or has lost a row."""
+
+
+def check(placement: Placement, state: KVState, live: list[np.ndarray]) -> None:
+    """Raise InvariantError unless every live address is stored as the placement promises.
+
+    `live[rank]` are the addresses of the rank that hold rows. Every placement: location and address_of are inverse,
+    nothing dead is stored, policy and map agree on which slots are occupied. Exclusive ones: each live row exactly
+    once, free + used = size.
+    """
+    for number, group in enumerate(state.groups):
+        group = _maps_only(group)
+        for device in range(group.mapping.location.shape[0]):
+            local = jax.tree.map(lambda leaf, d=device: leaf[d], group)
+            _check_device(f"group {number}, device {device}", placement, local, _local(placement, live, device))
+
+
+def residency(placement: Placement, state: KVState, live: list[np.ndarray], spec: KVSpec) -> Residency:
+    """How many rows (of one token in one layer) are stored, and how many of them are different ones."""
+    stored = distinct = 0
+    for layers, group in zip(spec.groups, state.groups, strict=True):
+        mapping = _maps_only(group).mapping
+        stored += len(layers) * int((mapping.device_address != EMPTY).sum() + (mapping.host_address != EMPTY).sum())
+        distinct += len(layers) * sum(len(addresses) for addresses in live)
+    return Residency(distinct, stored, spec.row.nbytes)
+
+
+def _check_device(where: str, placement: Placement, group: Group, live: np.ndarray) -> None:
+    mapping: Any = group.mapping
+    device, host, location = mapping.device_address, mapping.host_address, mapping.location
+    occupied = np.flatnonzero(device != EMPTY)
+    held = np.flatnonzero(host != EMPTY)
+
+    stored = np.flatnonzero(location != NOWHERE)
+    _require(where, np.array_equal(stored, np.sort(live)), "location: expected exactly the live addresses", stored)
+    on_device = stored[location[stored] >= 0]
+    slots = location[on_device]
+    _require(where, np.array_equal(device[slots], on_device), "device: expected address_of(location(a)) = a", on_device)
+    _require(where, len(occupied) == len(on_device), "device: expected no other slot occupied", occupied)
+    on_host = stored[location[stored] < 0]
+    refuge = ~location[on_host]
+    _require(where, np.array_equal(host[refuge], on_host), "host: expected address_of(location(a)) = a", on_host)
+
+    if placement.exclusive:
+        free = mapping.host_free[: int(mapping.host_free_count)]
+        _require(where, len(held) == len(on_host), "host: expected no row that is also on the device", held)
+        _require(where, len(free) + len(held) == len(host), "host: expected free + used = size", free)
+        _require(where, len(np.unique(free)) == len(free), "host: expected distinct free slots", free)
+        _require(where, np.all(host[free] == EMPTY), "host: expected free slots to hold nothing", free)
+    else:
+        _require(where, np.array_equal(held, stored), "host: expected every live row (inclusive placement)", held)
+    policy = getattr(placement, "policy", None)
+    if policy is not None and hasattr(policy, "audit"):
+        _check_policy(where, policy, group.policy, device != EMPTY)
+
+
+def _check_policy(where: str, policy: Any, state: Any, occupied: np.ndarray) -> None:
+    """The policy's own invariants; one state a pool, or one for each of a pool's equal parts (quotas)."""
+    scalar = [leaf.ndim for leaf in jax.tree.leaves(jax.eval_shape(lambda: policy.init(1)))]
+    leaves = jax.tree.leaves(state)
+    parts = leaves[0].shape[0] if leaves[0].ndim > scalar[0] else None
+    states = [state] if parts is None else [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(parts)]
+    for part, (one, mask) in enumerate(zip(states, occupied.reshape(len(states), -1), strict=True)):
+        try:
+            policy.audit(one, mask)
+        except AssertionError as wrong:
+            raise InvariantError(f"{where}, pool part {part}: policy: {wrong}") from wrong
+
+
+def _local(placement: Placement, live: list[np.ndarray], device: int) -> np.ndarray:
+    """Local numbers of the live addresses that a device should hold."""
+    stripe = placement.striping.devices
+    addresses = live[device if len(live) > 1 else 0]
+    return addresses[addresses % stripe == device % stripe] // stripe
+
+
+def _maps_only(group: Group) -> Group:
+    """Map and policy as numpy, without the pools."""
+    return jax.tree.map(np.asarray, Group((), (), group.mapping, group.policy))
+
+
+def _require(where: str, held: Any, expected: str, found: np.ndarray) -> None:
+    if not held:
+        raise InvariantError(f"{where}: {expected}, found {found[:32].tolist()} ({len(found)} in all)")
