@@ -99,7 +99,7 @@ class ModelConfig:
 
     @classmethod
     def from_hub(cls, source: Mapping[str, Any] | str | Path, **changes: Any) -> "ModelConfig":
-        """From a hub config.json: its parsed contents, its path or its directory; `changes` override fields."""
+        """From a hub config.json: its parsed contents, path or directory; `changes` override fields."""
         from models.hub_config import read_hub_config
 
         return read_hub_config(source, **changes)

@@ -1,4 +1,4 @@
-"""How parameters lie in a hub checkpoint: fp8 by blocks, one tensor an expert, keys and values in kv_b_proj."""
+"""How parameters lie in a hub checkpoint: fp8 by blocks, single experts, keys and values in kv_b_proj."""
 
 import json
 from collections.abc import Iterator

@@ -46,14 +46,28 @@ def parameter(
     )
 
 
+def contract(equation: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float32[Array, "..."]:
+    """An einsum of two arrays of one dtype, summed and left in float32."""
+    if x.dtype == jnp.float32:
+        return jnp.einsum(equation, x, y, precision=HIGHEST)
+
+    def narrow(x, y):
+        return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+    def wide(x, y):  # XLA:CPU has no products of bf16 with sums in float32
+        return jnp.einsum(equation, x.astype(jnp.float32), y.astype(jnp.float32), precision=HIGHEST)
+
+    return jax.lax.platform_dependent(x, y, cpu=wide, default=narrow)
+
+
 def linear(x: Float[Array, "... i"], weight: Float[Array, "o i"]) -> Float[Array, "... o"]:
     """x Wᵀ in the dtype of x; weights lie as on the hub, [out, in]."""
     return linear_f32(x, weight).astype(x.dtype)
 
 
 def linear_f32(x: Float[Array, "... i"], weight: Float[Array, "o i"]) -> Float32[Array, "... o"]:
-    """x Wᵀ summed in float32 and left so: partial sums that cross devices, logits, router scores."""
-    return jnp.einsum("...i,oi->...o", x, weight, precision=HIGHEST, preferred_element_type=jnp.float32)
+    """x Wᵀ in float32: sums that go on over devices, logits, router and index scores."""
+    return contract("...i,oi->...o", x, weight)
 
 
 def rms_norm(x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "... d"]:

@@ -9,10 +9,10 @@ from numpy.typing import DTypeLike
 from models.config import ModelConfig
 from models.indexer import Indexer
 from models.layers import (
-    HIGHEST,
     Angles,
     History,
     apply_rope,
+    contract,
     linear,
     linear_f32,
     parameter,
@@ -101,9 +101,7 @@ class MlaAttention(nnx.Module):
             up = self.q_b_proj[...]
         query = linear(query_latent, up).reshape(*x.shape[:2], -1, config.qk_head_dim)
         plain, turned = jnp.split(query, [config.qk_nope_head_dim], -1)
-        absorbed = jnp.einsum(
-            "bshn,hnc->bshc", plain, self.w_uk[...], precision=HIGHEST, preferred_element_type=jnp.float32
-        )
+        absorbed = contract("bshn,hnc->bshc", plain, self.w_uk[...])
         turned = apply_rope(turned.astype(jnp.float32), angles, config.rope_interleave)
         return query_latent, jnp.concatenate([absorbed, turned], -1)
 
@@ -116,7 +114,7 @@ class MlaAttention(nnx.Module):
         return jnp.concatenate([latent, key], -1)
 
     def _output(self, latent: Float[Array, "B S H C"]) -> Float32[Array, "B S D"]:
-        values = jnp.einsum("bshc,hvc->bshv", latent, self.w_uv[...], precision=HIGHEST)
+        values = contract("bshc,hvc->bshv", latent, self.w_uv[...]).astype(latent.dtype)
         return sum_over_heads(
             linear_f32(values.reshape(*values.shape[:2], -1), self.o_proj[...]), self.parallel
         )

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32
 from numpy.typing import DTypeLike
 
 from models.config import ModelConfig
-from models.layers import HIGHEST, Mlp, linear_f32, parameter
+from models.layers import Mlp, contract, linear_f32, parameter
 from ula_jax.parallel import Parallel
 
 
@@ -40,7 +40,7 @@ class Router(nnx.Module):
             gates = gates / (gates.sum(-1, keepdims=True) + 1e-20)
         gates = gates * jnp.float32(config.routed_scaling_factor)
         taken = jax.nn.one_hot(chosen, config.num_experts, dtype=jnp.float32)
-        return jnp.einsum("tk,tke->te", gates, taken, precision=HIGHEST)
+        return contract("tk,tke->te", gates, taken)
 
     def _within_best_groups(self, choice: Float32[Array, "T E"]) -> Float32[Array, "T E"]:
         """Experts outside the chosen groups get -inf: 0 would beat a negative biased score."""
@@ -102,9 +102,6 @@ class Moe(nnx.Module):
         gate, up = self.gate_proj[...], self.up_proj[...]
         first = jax.lax.axis_index(self.parallel.axis) * gate.shape[0]
         local = jax.lax.dynamic_slice_in_dim(gates, first, gate.shape[0], axis=1)
-        inner = jax.nn.silu(jnp.einsum("td,eid->tei", x, gate, precision=HIGHEST))
-        inner = inner * jnp.einsum("td,eid->tei", x, up, precision=HIGHEST)
+        inner = jax.nn.silu(contract("td,eid->tei", x, gate)) * contract("td,eid->tei", x, up)
         weighed = (inner * local[..., None]).astype(x.dtype)
-        return jnp.einsum(
-            "tei,edi->td", weighed, self.down_proj[...], precision=HIGHEST, preferred_element_type=jnp.float32
-        )
+        return contract("tei,edi->td", weighed, self.down_proj[...])

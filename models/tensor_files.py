@@ -47,12 +47,13 @@ class TensorFiles:
         index = self.directory / "model.safetensors.index.json"
         if index.is_file():
             weight_map: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-            files = [self.directory / name for name in sorted(set(weight_map.values()))]
+            files = {name: _read_header(self.directory / name) for name in sorted(set(weight_map.values()))}
+            # A file may hold more than the index takes from it.
+            self.entries = {
+                name: files[file][name] for name, file in weight_map.items() if name in files[file]
+            }
         else:
-            files = [self.directory / "model.safetensors"]
-        self.entries: dict[str, TensorEntry] = {}
-        for file in files:
-            self.entries |= _read_header(file)
+            self.entries = _read_header(self.directory / "model.safetensors")
         self._maps: dict[Path, np.memmap] = {}
 
     def __contains__(self, name: str) -> bool:

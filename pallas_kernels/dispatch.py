@@ -1,17 +1,19 @@
 """Which form of a kernel runs: one rule for every kernel folder.
 
-A kernel has a `reference` form (jnp, runs everywhere) and device forms such as `mosaic`. A caller names one or says
-`auto`. `auto` takes the first form of the kernel's own preference list that this platform and these shapes support
-and says so once in the log `ula_jax`; a form named outright that cannot run raises with the reason. Nothing is
-exchanged for something else in silence.
+A kernel has a `reference` form (jnp, runs everywhere) and device forms such as `mosaic`. A caller names one
+or says `auto`, which takes the first form of the kernel's preference list that this platform and these shapes
+support, and says so once in the log `ula_jax`. A form named outright that cannot run raises with the reason.
+Nothing is exchanged for something else in silence.
 """
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import jax
+from jax.experimental.pallas import mosaic_gpu
 
 LOG = logging.getLogger("ula_jax")
 
@@ -28,7 +30,7 @@ def platform() -> str:
 def assume_platform(name: str) -> Iterator[None]:
     """Trace for another platform than this machine's, as when lowering for CUDA on a machine without a GPU.
 
-    JAX keys its trace cache by the function, not by this setting: trace a function that was not traced before.
+    JAX keys its trace cache by the function, not by this setting: trace a function not traced before.
     """
     token = _assumed.set(name)
     try:
@@ -40,7 +42,7 @@ def assume_platform(name: str) -> Iterator[None]:
 def needs(wanted: str) -> str | None:
     """None on platform `wanted`, otherwise the reason why a form for it cannot run."""
     found = platform()
-    return None if found == wanted else f"it needs platform {wanted!r}, and this program is traced for {found!r}"
+    return None if found == wanted else f"it needs platform {wanted!r}, found {found!r}"
 
 
 def choose(
@@ -48,23 +50,24 @@ def choose(
 ) -> str:
     """Name of the form to run.
 
-    `forms` maps each form to None, or to the reason why it cannot run here; `prefer` orders the forms for `auto`.
-    Raises ValueError for an unknown name and NotImplementedError for a form that cannot run.
+    `forms` maps each form to None, or to the reason why it cannot run here; `prefer` orders the forms that
+    `auto` may take. Raises ValueError for an unknown name, NotImplementedError for a form that cannot run.
     """
     if implementation != "auto":
         if implementation not in forms:
             raise ValueError(
-                f"{kernel}: expected implementation 'auto' or one of {sorted(forms)}, found {implementation!r}"
+                f"{kernel}: expected implementation 'auto' or in {sorted(forms)}, found {implementation!r}"
             )
         if reason := forms[implementation]:
             usable = sorted(name for name, why in forms.items() if why is None)
             raise NotImplementedError(
-                f"{kernel}: implementation {implementation!r} cannot run: {reason}. Use 'auto' or one of {usable}"
+                f"{kernel}: implementation {implementation!r} cannot run: {reason}; "
+                f"use 'auto' or one of {usable}"
             )
         return implementation
-    for name in prefer:
+    for position, name in enumerate(prefer):
         if forms[name] is None:
-            _announce(kernel, name, [f"{skipped}: {forms[skipped]}" for skipped in prefer[: prefer.index(name)]])
+            _announce(kernel, name, [f"{other}: {forms[other]}" for other in prefer[:position]])
             return name
     raise NotImplementedError(f"{kernel}: no form can run here: {dict(forms)}")
 
@@ -75,3 +78,12 @@ def _announce(kernel: str, name: str, skipped: Sequence[str]) -> None:
         _announced.add(key)
         why = f" (not {'; '.join(skipped)})" if skipped else ""
         LOG.info("%s: auto chose %r on %s%s", kernel, name, platform(), why)
+
+
+def gpu_interpreter() -> Any:
+    """What `interpret=` takes to run a Mosaic GPU kernel on a CPU. JAX 0.10 keeps the class in a private
+    place."""
+    params = getattr(mosaic_gpu, "InterpretGPUParams", None)
+    if params is None:
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as params
+    return params()

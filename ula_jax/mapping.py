@@ -38,6 +38,8 @@ def init(addresses: int, device_slots: int, host_slots: int) -> Mapping:
 
 def lookup(table: Int32[Array, " size"], index: Addresses, missing: int) -> Addresses:
     """table[index], `missing` where index is EMPTY."""
+    if not table.size:  # JAX cannot gather from nothing, as when there is no host tier
+        return jnp.full_like(index, missing)
     return table.at[index].get(mode="fill", fill_value=missing, wrap_negative_indices=False)
 
 

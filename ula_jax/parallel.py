@@ -1,5 +1,6 @@
 """How one model runs over the devices of the mesh axis `kv`: by requests (DP) or by heads (TP)."""
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,3 +43,12 @@ def make_mesh(devices: int) -> Mesh:
             f"XLA_FLAGS=--xla_force_host_platform_device_count={max(devices, 1)} before Python starts"
         )
     return Mesh(np.asarray(found[:devices]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def force_cpu_devices(devices: int) -> None:
+    """Let the CPU platform show at least `devices` devices. Call before JAX makes its client; GPUs are not touched."""
+    flag = "--xla_force_host_platform_device_count"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}={devices}".strip()
+    os.environ.setdefault("PJRT_NPROC", "32")  # JAX 0.10.2 deadlocks with eight devices on two cores without it

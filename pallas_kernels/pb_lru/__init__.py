@@ -1,18 +1,24 @@
-"""Bucketed LRU over bitmaps: `rotate` opens a round, `touch` records use, `evict` gives slots up, `forget` frees them.
+"""Bucketed LRU on bitmaps: `rotate` opens a round, `touch` records use, `evict` gives slots up, `forget`
+frees them.
 
-After SPIN's bucketed LRU (arXiv 2604.26837) with UlaCache's ring, cold bucket and summary bitmaps. Work a round is
-independent of how the slots are used: no timestamps, no sort, no scan of slots.
+Recency is kept in whole rounds, without timestamps, order or sort: a ring of buckets for the last rounds, one
+cold bucket for all before, one of free slots. The idea of limited-range buckets is SPIN's (arXiv 2604.26837);
+ring, cold bucket and summary bitmaps follow the published description of UlaCache's PB-LRU.
 
-`implementation`: `auto`, `reference` (jnp, any platform), `triton` (Pallas Triton, CUDA) or `triton_interpret` (the
-same kernel in the CPU interpreter: slow, for tests). Only the search for victims has a second form.
+`implementation`: `auto`, `reference` (jnp, any platform), `triton` (Pallas Triton, CUDA) or
+`triton_interpret` (the same kernel in the CPU interpreter: slow, for tests). Only `evict` searches, so only
+it has a second form: the other operations are a few passes over bitmaps.
 """
 
 from jaxtyping import Array, Int32
 
-from pallas_kernels.dispatch import choose
-from pallas_kernels.pb_lru import reference
-from pallas_kernels.pb_lru.buckets import MAX_ROUNDS, Buckets, bucket_of, create
+from pallas_kernels.dispatch import choose, needs
+from pallas_kernels.pb_lru import reference, triton
+from pallas_kernels.pb_lru.buckets import EMPTY, MAX_ROUNDS, Buckets, bucket_of, create
 from pallas_kernels.pb_lru.reference import forget, rotate, touch
+
+PREFER = ("reference",)
+"""What `auto` may take: `triton` joins once it is measured on a device."""
 
 
 def evict(
@@ -20,12 +26,16 @@ def evict(
 ) -> tuple[Int32[Array, " limit"], Buckets]:
     """The first `count` (<= limit) slots in victim order, then EMPTY; they leave their buckets.
 
-    Victim order: free, cold, then the ring from the oldest bucket to the newest, never the current one. Within cold
-    cyclically from the hand, which moves to one past the last cold victim; within any other bucket from the lowest
-    slot. If fewer than `count` slots are outside the current bucket, the list is shorter.
+    Victim order: free, cold, then the ring from the oldest bucket to the newest, never the current one.
+    Within cold cyclically from the hand, which moves to one past the last cold victim; within any other
+    bucket from the lowest slot. If fewer than `count` slots are outside the current bucket, the list is
+    shorter.
     """
-    choose("pb_lru.evict", implementation, {"reference": None})
-    return reference.evict(state, count, limit)
+    forms = {"reference": None, "triton": needs("gpu"), "triton_interpret": needs("cpu")}
+    chosen = choose("pb_lru.evict", implementation, forms, PREFER)
+    if chosen == "reference":
+        return reference.evict(state, count, limit)
+    return triton.evict(state, count, limit, interpret=chosen == "triton_interpret")
 
 
-__all__ = ["MAX_ROUNDS", "Buckets", "bucket_of", "create", "evict", "forget", "rotate", "touch"]
+__all__ = ["EMPTY", "MAX_ROUNDS", "Buckets", "bucket_of", "create", "evict", "forget", "rotate", "touch"]

@@ -1,12 +1,12 @@
 """The state of bucketed LRU and the words that every form of its operations shares.
 
-`rounds` ring buckets hold the slots touched in each of the last `rounds` rounds, `cold` what was touched before that,
-`free` what holds no row. A bucket is a bitmap over the slots with summary bitmaps above it, fanout 32.
+`rounds` ring buckets hold the slots touched in each of the last `rounds` rounds, `cold` what was touched
+before that, `free` what holds no row. A bucket is a bitmap over the slots with summary bitmaps above it,
+fanout 32.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt8, UInt32
@@ -20,12 +20,11 @@ MAX_ROUNDS = 254
 ALL = np.uint32(0xFFFFFFFF)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Buckets:
+class Buckets(NamedTuple):
     """Bitmaps of `slots` slots in `rounds + 2` buckets: the ring, then `cold`, then `free`.
 
-    A slot is in exactly one bucket, except between `evict` and the `touch` or `forget` that follows: then in none.
+    A slot is in exactly one bucket, except between `evict` and the `touch` or `forget` that follows: then in
+    none. A NamedTuple, because transformations also build it of leaves that are no such arrays.
     """
 
     bits: UInt32[Array, "buckets words"]
@@ -33,8 +32,8 @@ class Buckets:
     summaries: tuple[UInt32[Array, "buckets _"], ...]
     """Level by level up to one word: bit `i` is set iff word `i` of the level below is not zero."""
     label: UInt8[Array, " slots"]
-    """Ring bucket of the last touch. Not rewritten when the ring turns: if the slot's bit there is clear, the slot has
-    moved on to cold (or was evicted or freed)."""
+    """Ring bucket of the last touch. Not rewritten when the ring turns: if the slot's bit there is clear, the
+    slot has moved on to cold (or was evicted or freed)."""
     cursor: Int32[Array, ""]
     """The current ring bucket: it holds the slots touched in this round and is never evicted from."""
     hand: Int32[Array, ""]
@@ -58,7 +57,9 @@ def create(num_slots: int, rounds: int) -> Buckets:
     if num_slots < 1:
         raise ValueError(f"num_slots: expected at least 1, found {num_slots}; give the pool a slot")
     if not 1 <= rounds <= MAX_ROUNDS:
-        raise ValueError(f"rounds: expected 1 to {MAX_ROUNDS}, found {rounds}; choose a ring length in that range")
+        raise ValueError(
+            f"rounds: expected 1 to {MAX_ROUNDS}, found {rounds}; choose a ring length in that range"
+        )
     full = pack(jnp.ones(num_slots, bool))
     bits = jnp.zeros((rounds + 2, full.shape[0]), jnp.uint32).at[-1].set(full)
     return Buckets(bits, summarize(bits), jnp.zeros(num_slots, jnp.uint8), jnp.int32(0), jnp.int32(0))
@@ -89,7 +90,8 @@ def summarize(bits: UInt32[Array, "buckets words"]) -> tuple[UInt32[Array, "buck
 
 
 def bucket_of(state: Buckets, slots: Int32[Array, " n"]) -> Int32[Array, " n"]:
-    """Bucket of each slot, decoded from its label and three bits; EMPTY for a slot in no bucket and for padding."""
+    """Bucket of each slot, decoded from its label and three bits; EMPTY for a slot in no bucket and for
+    padding."""
     slots = jnp.where(slots < state.label.shape[0], slots, EMPTY)
     at = jnp.maximum(slots, 0)
     ring = state.label[at].astype(jnp.int32)

@@ -3,8 +3,6 @@
 Vectorised over whole bitmaps: O(slots / 32) words a bucket, no loop over slots and no sort.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, UInt32
@@ -24,9 +22,7 @@ def rotate(state: Buckets) -> Buckets:
         return words.at[cursor].set(jnp.uint32(0))
 
     # The OR of two bitmaps has the OR of their summaries, so every level turns alike.
-    return dataclasses.replace(
-        state, bits=turn(state.bits), summaries=tuple(map(turn, state.summaries)), cursor=cursor
-    )
+    return state._replace(bits=turn(state.bits), summaries=tuple(map(turn, state.summaries)), cursor=cursor)
 
 
 def touch(state: Buckets, slots: Int32[Array, " n"]) -> Buckets:
@@ -34,7 +30,7 @@ def touch(state: Buckets, slots: Int32[Array, " n"]) -> Buckets:
     label = state.label.at[slots].set(
         state.cursor.astype(jnp.uint8), mode="drop", wrap_negative_indices=False
     )
-    return dataclasses.replace(_move(state, slots, state.cursor), label=label)
+    return _move(state, slots, state.cursor)._replace(label=label)
 
 
 def forget(state: Buckets, slots: Int32[Array, " n"]) -> Buckets:
@@ -45,12 +41,13 @@ def forget(state: Buckets, slots: Int32[Array, " n"]) -> Buckets:
 def evict(state: Buckets, count: Int32[Array, ""], limit: int) -> tuple[Int32[Array, " limit"], Buckets]:
     """The first `count` (<= limit) slots in victim order, then EMPTY; they leave their buckets.
 
-    Victim order: free, cold, then the ring from the oldest bucket to the newest, never the current one. Within cold
-    cyclically from `hand`, which moves to one past the last cold victim; within any other bucket from the lowest slot.
-    If fewer than `count` slots are outside the current bucket, all of them are given and the list is shorter.
+    Victim order: free, cold, then the ring from the oldest bucket to the newest, never the current one.
+    Within cold cyclically from `hand`, which moves to one past the last cold victim; within any other bucket
+    from the lowest slot. If fewer than `count` slots are outside the current bucket, all of them are given
+    and the list is shorter.
     """
     victims, hand = find_victims(state, count, limit)
-    return victims, dataclasses.replace(_move(state, victims, None), hand=hand)
+    return victims, _move(state, victims, None)._replace(hand=hand)
 
 
 def find_victims(
@@ -58,7 +55,8 @@ def find_victims(
 ) -> tuple[Int32[Array, " limit"], Int32[Array, ""]]:
     """The victims of `evict` and the hand after it, state unchanged."""
     num_words = state.bits.shape[1]
-    # Every candidate word in victim order. The word under the hand stands twice: its upper bits first, its lower last.
+    # Every candidate word in victim order. The word under the hand stands twice: its upper bits first, its
+    # lower last.
     start, cut = state.hand // 32, (state.hand % 32).astype(jnp.uint32)
     cold_order = (start + jnp.arange(num_words + 1, dtype=jnp.int32)) % num_words
     cold = state.bits[state.cold, cold_order]
@@ -85,7 +83,9 @@ def find_victims(
     free_end, cold_end = num_words, 2 * num_words + 1
     in_cold = (at >= free_end) & (at < cold_end)
     word = jnp.where(
-        at < free_end, at, jnp.where(in_cold, (start + at - free_end) % num_words, (at - cold_end) % num_words)
+        at < free_end,
+        at,
+        jnp.where(in_cold, (start + at - free_end) % num_words, (at - cold_end) % num_words),
     )
     victims = jnp.where(given, word * 32 + bit, EMPTY)
     last_cold = jnp.max(jnp.where(given & in_cold, jnp.arange(limit, dtype=jnp.int32), -1), initial=-1)
@@ -112,4 +112,4 @@ def _move(state: Buckets, slots: Int32[Array, " n"], bucket: Int32[Array, ""] | 
     bits = state.bits & ~mask
     if bucket is not None:
         bits = bits.at[bucket].set(bits[bucket] | mask)
-    return dataclasses.replace(state, bits=bits, summaries=summarize(bits))
+    return state._replace(bits=bits, summaries=summarize(bits))

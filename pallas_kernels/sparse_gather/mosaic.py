@@ -1,9 +1,12 @@
-"""Rows of a pool by slot in Pallas Mosaic GPU (Hopper and newer): the tensor memory accelerator copies whole rows.
+"""Rows of a pool by slot in Pallas Mosaic GPU (Hopper and newer): the tensor memory accelerator copies whole
+rows.
 
-Each block takes batches of rows: it starts every read of a batch, then stores each row as it arrives. Rows pass through
-shared memory and no register. Coordinates, not byte offsets, address the pool, so a pool may pass 2^32 bytes.
+Each block takes batches of rows: it starts every read of a batch, then stores each row as it arrives. Rows
+pass through shared memory and no register. Coordinates, not byte offsets, address the pool, so a pool may
+pass 2^32 bytes.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,7 +52,9 @@ def scatter_layers(pool, slots, rows, interpret: Any = None) -> UInt32[Array, "l
     return _write(pool, 0, slots, rows, interpret)
 
 
-def _read(pool, first, slots: Int32[Array, " n"], layers: int, interpret: Any) -> UInt32[Array, "layers n words"]:
+def _read(
+    pool, first, slots: Int32[Array, " n"], layers: int, interpret: Any
+) -> UInt32[Array, "layers n words"]:
     n, words = slots.shape[0], pool.shape[2]
     out = jax.ShapeDtypeStruct((layers, n, words), jnp.uint32)
     if n == 0:
@@ -73,7 +78,9 @@ def _read(pool, first, slots: Int32[Array, " n"], layers: int, interpret: Any) -
             @pl.when(slot < 0)
             def _():
                 for start, size in _pieces(words):
-                    plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, size)], out_ref.at[layer, i, pl.ds(start, size)])
+                    plgpu.copy_smem_to_gmem(
+                        zeros.at[pl.ds(0, size)], out_ref.at[layer, i, pl.ds(start, size)]
+                    )
 
         _batches(slots_ref, n, layers, fetch, store)
 
@@ -103,34 +110,33 @@ def _write(pool, first, slots: Int32[Array, " n"], rows: UInt32[Array, "layers n
 
     held = jax.new_ref(pool, memory_space=plgpu.GMEM)
     first = jnp.asarray(first, jnp.int32).reshape(1)
-    _kernel(body, layers, n, words, (), interpret)(first, slots, rows, held)
+    _kernel(body, layers, n, words, None, interpret)(first, slots, rows, held)
     return held[...]
 
 
-def _kernel(body, layers: int, n: int, words: int, out_type, interpret: Any):
+def _kernel(body, layers: int, n: int, words: int, out_type: Any, interpret: Any) -> Callable[..., Any]:
     pitch = pl.cdiv(words, ALIGN) * ALIGN
     scratch = dict(
         buffer=plgpu.SMEM((BATCH, pitch), jnp.uint32),
         zeros=plgpu.SMEM((BOX,), jnp.uint32),
         arrived=plgpu.Barrier(num_arrivals=len(_pieces(words)), num_barriers=BATCH),
     )
-    grid = dict(grid=(min(BLOCKS, layers * pl.cdiv(n, BATCH)),), grid_names=("block",))
-    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-    if out_type:
-        return plgpu.kernel(
-            body, out_type=out_type, scratch_types=scratch, compiler_params=params, interpret=interpret, **grid
-        )
+    grid: dict[str, Any] = dict(grid=(min(BLOCKS, layers * pl.cdiv(n, BATCH)),), grid_names=("block",))
+    how: dict[str, Any] = dict(
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+    )
+    if out_type is not None:
+        return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, **grid, **how)
     # plgpu.kernel of JAX 0.10 loses a ref that is passed in, because it wraps the call in a custom vmap rule.
     return pl.kernel(
-        lambda *refs: pl.run_scoped(partial(body, *refs), **scratch),
-        mesh=plgpu.Mesh(**grid),
-        compiler_params=params,
-        interpret=interpret,
+        lambda *refs: pl.run_scoped(partial(body, *refs), **scratch), mesh=plgpu.Mesh(**grid), **how
     )
 
 
 def _batches(slots_ref, n: int, layers: int, fetch, store) -> None:
-    """Run `fetch` for every row of a batch, then `store` for every row, over this block's share of the batches."""
+    """Run `fetch` for every row of a batch, then `store` for every row, over this block's share of the
+    batches."""
     per_layer = pl.cdiv(n, BATCH)
     total, blocks = layers * per_layer, lax.axis_size("block")
 

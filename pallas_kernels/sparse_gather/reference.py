@@ -1,7 +1,8 @@
 """Rows of a pool by slot, in jnp: the meaning of this kernel, its CPU path and the oracle of the other forms.
 
-Every index goes to XLA as it stands: `wrap_negative_indices=False`, because jnp would turn EMPTY (-1) into the last
-slot, and `[layer, slots]` in one indexing step, because `pool[layer][slots]` copies the whole layer first.
+Every index goes to XLA as it stands: `wrap_negative_indices=False`, because jnp would turn EMPTY (-1) into
+the last slot, and `[layer, slots]` in one indexing step, because `pool[layer][slots]` copies the whole layer
+first.
 """
 
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ def scatter_layers(
 
 
 def _distinct(slots: Int32[Array, " n"], size: int) -> Int32[Array, " n"]:
-    """EMPTY entries moved to distinct indices past the pool, so that the promise of unique indices holds for them."""
+    """EMPTY entries moved to distinct indices past the pool, so that the promise of unique indices holds for
+    them."""
     past = size + jnp.arange(slots.shape[0], dtype=jnp.int32)
     return jnp.where(slots < 0, past, slots)

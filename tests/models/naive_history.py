@@ -7,25 +7,36 @@ import jax.numpy as jnp
 class NaiveHistory:
     """Selects by stable argsort and attends by masked softmax over the tokens of this call.
 
-    After the trace `rows[layer]`, `keys[group]` and `selected[group]` (a mask [B, S, S]) hold what passed through.
+    After the trace `rows[layer]`, `keys[group]`, `scores[group]` and `selected[group]` (a mask [B, S, S]) hold what
+    passed through. The options each break one thing, for controls.
     """
 
-    def __init__(self, positions, topk, *, negate=False, mask_again=True, relu=jax.nn.relu):
+    def __init__(
+        self, config, positions, *, valid=None, negate=False, mask_again=True, relu=True, hadamard=None
+    ):
+        self.latent, self.topk = config.kv_lora_rank, config.index_topk
+        self.positions = positions
         self.causal = positions[:, :, None] >= positions[:, None, :]
-        self.topk, self.negate, self.mask_again, self.relu = topk, negate, mask_again, relu
-        self.rows, self.keys, self.selected = {}, {}, {}
+        if valid is not None:  # padding is seen by itself alone
+            self.causal = jnp.where(
+                jnp.eye(positions.shape[1], dtype=bool), True, self.causal & valid[:, None]
+            )
+        self.negate, self.mask_again, self.relu, self.hadamard = negate, mask_again, relu, hadamard
+        self.rows, self.keys, self.scores, self.selected = {}, {}, {}, {}
         self.current = None
 
     def select(self, group, query, weights, key):
+        self.keys[group] = key
+        if self.hadamard is not None:
+            query, key = query @ self.hadamard, key @ self.hadamard
         products = jnp.einsum("bshd,btd->bsht", query, key, precision="highest") * query.shape[-1] ** -0.5
-        scores = jnp.einsum("bsh,bsht->bst", weights, self.relu(products), precision="highest")
-        scores = jnp.where(self.causal, -scores if self.negate else scores, -jnp.inf)
-        count = min(self.topk, key.shape[1])
-        best = jnp.argsort(-scores, axis=-1, stable=True)[..., :count]
+        products = jax.nn.relu(products) if self.relu else products
+        scores = jnp.einsum("bsh,bsht->bst", weights, products, precision="highest")
+        self.scores[group] = scores = jnp.where(self.causal, -scores if self.negate else scores, -jnp.inf)
+        best = jnp.argsort(-scores, axis=-1, stable=True)[..., : min(self.topk, key.shape[1])]
         mask = jax.nn.one_hot(best, key.shape[1], dtype=jnp.bool).any(-2)
         # With fewer than topk rows the picks reach into the future.
-        self.current = mask & self.causal if self.mask_again else mask
-        self.keys[group], self.selected[group] = key, self.current
+        self.current = self.selected[group] = mask & self.causal if self.mask_again else mask
 
     def select_all(self, group):
         self.current = self.selected[group] = self.causal
@@ -34,7 +45,4 @@ class NaiveHistory:
         self.rows[layer] = row
         scores = jnp.einsum("bshr,btr->bsht", query, row, precision="highest") * scale
         weights = jax.nn.softmax(jnp.where(self.current[:, :, None], scores, -jnp.inf), -1)
-        latent_dim = query.shape[-1] - self.rope_dim
-        return jnp.einsum("bsht,btc->bshc", weights, row[..., :latent_dim], precision="highest")
-
-    rope_dim = 8  # of every tiny checkpoint
+        return jnp.einsum("bsht,btc->bshc", weights, row[..., : self.latent], precision="highest")

@@ -38,20 +38,27 @@ class Ula:
     def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
         stripe = self.striping.devices
         self.striping.check_page(spec.page_size)
-        row, key = spec.row_bytes, spec.index_bytes
-        # Index keys of host rows are on the device too: more host slots leave fewer device slots.
-        least = min(spec.topk + 1, spec.max_context)
-        host = budget.host // row
-        if key:
-            host = max(0, min(host, (budget.device - least * (row + key)) // key))
-        device = (budget.device - host * key) // (row + key)
+        host = min(budget.host // spec.row_bytes, self._useful_host(spec, budget))
+        device = (budget.device - host * spec.index_bytes) // (spec.row_bytes + spec.index_bytes)
         check_room("ula", device, spec, budget)
         surplus = (device + host) % (spec.page_size // stripe)
         host, device = host - min(host, surplus), device - max(0, surplus - host)
         return Capacity(
             spec, 1 if self.parallel.tp else self.parallel.size, (device + host) * stripe, device, host, stripe,
             working_set=device if host else None,
-        )
+        )  # fmt: skip
+
+    def _useful_host(self, spec: KVSpec, budget: Budget) -> int:
+        """Host slots beyond which more history means fewer requests.
+
+        Index keys of host rows lie on the device, and so must all that one step may select. With f the largest share
+        of a request's rows that one step needs, d device slots and h host slots, all that fits can also be decoded at
+        once as long as d >= f (d + h); here that is solved for h.
+        """
+        stripe, context = self.striping.devices, spec.max_context
+        share = min(1.0, spec.rows_needed(context, stripe=stripe) * stripe / context)
+        row, key = spec.row_bytes, spec.index_bytes
+        return int(budget.device * (1 - share) / (share * (row + key) + (1 - share) * key))
 
     def init(self, spec: KVSpec, budget: Budget) -> tuple[Group, ...]:
         size = self.capacity(spec, budget)

@@ -16,9 +16,9 @@ POLICIES: dict[str, type] = {
 
 
 def make_policy(spec: str) -> Policy:
-    """A policy from `name`, `name:parameter=value,...` or `path.py:Class`, with or without parameters after it.
+    """A policy from `name` or `path.py:Class`, optionally followed by `:parameter=value,...`.
 
-    Raises ValueError for an unknown name, class, parameter or value, and TypeError for a class that is no policy.
+    Raises ValueError for an unknown name, class, parameter or value, TypeError for a class that is no policy.
     """
     name, _, rest = spec.partition(":")
     if name.endswith(".py"):
@@ -47,8 +47,11 @@ def _load(path: Path, class_name: str) -> type:
     module_spec.loader.exec_module(module)
     found = getattr(module, class_name, None)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
-        classes = sorted(n for n, c in vars(module).items() if isinstance(c, type) and dataclasses.is_dataclass(c))
-        raise ValueError(f"policy: expected a dataclass of {path} ({classes}), found {class_name!r}; write path.py:Class")
+        own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+        classes = sorted(c.__name__ for c in own if dataclasses.is_dataclass(c))
+        raise ValueError(
+            f"policy: expected a dataclass of {path} ({classes}), found {class_name!r}; write path.py:Class"
+        )
     return found
 
 
@@ -59,12 +62,16 @@ def _parameters(cls: type, text: str, spec: str) -> dict[str, Any]:
     for item in filter(None, text.split(",")):
         name, _, value = item.partition("=")
         if name not in defaults or not value:
-            raise ValueError(f"policy {spec!r}: expected parameter=value of {sorted(defaults)}, found {item!r}")
+            raise ValueError(
+                f"policy {spec!r}: expected parameter=value of {sorted(defaults)}, found {item!r}"
+            )
         try:
             values[name] = _read(value, defaults[name])
         except ValueError as error:
             kind = type(defaults[name]).__name__
-            raise ValueError(f"policy {spec!r}: expected {name} to be of type {kind}, found {value!r}") from error
+            raise ValueError(
+                f"policy {spec!r}: expected {name} to be of type {kind}, found {value!r}"
+            ) from error
     return values
 
 

@@ -1,6 +1,7 @@
 """Exact least recently used: the slot whose last round of use is oldest, ties to the lowest slot."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,7 @@ FREE = -1  # older than any round, so free slots go first
 ABSENT = jnp.iinfo(jnp.int32).max  # evicted and not yet touched again: newer than any round
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LRUState:
+class LRUState(NamedTuple):
     stamp: Int32[Array, " slots"]
     """Round of the last use, FREE or ABSENT."""
     round: Scalar
@@ -33,7 +32,7 @@ class LRU:
 
     def evict(self, state: LRUState, count: Scalar, limit: int) -> tuple[Int32[Array, " limit"], LRUState]:
         size = state.stamp.shape[0]
-        # Ages as float32: exact for 16 million rounds, and only floats have a fast top_k on CPU. Ties: lowest slot.
+        # As float32: exact for 16 million rounds, and only floats have a fast top_k on CPU. Ties: lowest slot.
         age = (state.round - state.stamp).astype(jnp.float32)
         age = jnp.where(state.stamp == ABSENT, -1.0, jnp.where(state.stamp == FREE, jnp.inf, age))
         _, oldest = jax.lax.top_k(age, min(limit, size))

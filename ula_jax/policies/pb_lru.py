@@ -11,8 +11,8 @@ from ula_jax.types import Array, Int32, Scalar, Slots
 class PBLRU:
     """Exact LRU over the last `rounds` rounds; older slots go in the order in which a moving hand meets them.
 
-    Equal to exact LRU, up to the order of slots last used in the same round, as long as the union of the last `rounds`
-    selections is at least as large as the pool.
+    Equal to exact LRU, up to the order of slots last used in the same round, as long as the union of the last
+    `rounds` selections is at least as large as the pool.
     """
 
     rounds: int = 32
@@ -31,7 +31,9 @@ class PBLRU:
     def touch(self, state: pb_lru.Buckets, touch: Touch) -> pb_lru.Buckets:
         return pb_lru.touch(state if touch.inserted else pb_lru.rotate(state), touch.slots)
 
-    def evict(self, state: pb_lru.Buckets, count: Scalar, limit: int) -> tuple[Int32[Array, " limit"], pb_lru.Buckets]:
+    def evict(
+        self, state: pb_lru.Buckets, count: Scalar, limit: int
+    ) -> tuple[Int32[Array, " limit"], pb_lru.Buckets]:
         return pb_lru.evict(state, count, limit, implementation=self.implementation)
 
     def forget(self, state: pb_lru.Buckets, slots: Slots) -> pb_lru.Buckets:

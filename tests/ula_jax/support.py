@@ -1,0 +1,295 @@
+"""Drives a placement without a model, next to a table of plain numpy rows that says what it must give back."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ula_jax import verify
+from ula_jax.history import KVState
+from ula_jax.parallel import AXIS, Parallel, make_mesh
+from ula_jax.placements import PLACEMENTS, make_placement
+from ula_jax.placements.base import Counters, Query, Selection
+from ula_jax.policies import make_policy
+from ula_jax.rows import RowFormat
+from ula_jax.spec import Budget, KVSpec
+
+GROUPS = ((0,), (1, 2))
+LAYERS = 3
+LATENT, ROPE = 8, 4
+HEADS, SCALE = 2, 0.5
+CHUNK = 4
+"""Tokens of one request in a prefill step."""
+
+
+def kinds():
+    """(placement, policy) of every registered placement; policy None where it takes none."""
+    fields = {name: {f.name for f in dataclasses.fields(cls)} for name, cls in PLACEMENTS.items()}
+    return [
+        (name, policy) for name in PLACEMENTS for policy in (("lru", "pb_lru") if "policy" in fields[name] else (None,))
+    ]
+
+
+def random_rows(rng, fmt, count):
+    """`count` rows as words, lane by lane, and the numbers that they stand for."""
+    numbers = rng.standard_normal((count, LATENT + ROPE)).astype(np.float32)
+    if fmt == "fp32":
+        return (numbers.view(np.uint32),), numbers
+    if fmt == "bf16":
+        short = numbers.astype(ml_dtypes.bfloat16)
+        return (short.view(np.uint32),), short.astype(np.float32)
+    codes = numbers[:, :LATENT].astype(ml_dtypes.float8_e4m3fn)
+    rope = numbers[:, LATENT:].astype(ml_dtypes.bfloat16)
+    scale = rng.uniform(0.5, 2.0, (count, 1)).astype(np.float32)
+    words = np.concatenate([codes.view(np.uint32), rope.view(np.uint32)], axis=1)
+    read = np.concatenate([codes.astype(np.float32) * scale, rope.astype(np.float32)], axis=1)
+    return (words, scale.view(np.uint32)), read
+
+
+def attention64(query, rows, valid, scale, latent):
+    """Softmax attention and log-sum-exp in float64: query [..., H, W], rows [..., K, W], valid [..., K]."""
+    rows = np.where(valid[..., None], rows.astype(np.float64), 0.0)
+    weights = np.exp(np.einsum("...hw,...kw->...hk", query.astype(np.float64), rows) * scale) * valid[..., None, :]
+    total = weights.sum(-1)
+    output = np.einsum("...hk,...kc->...hc", weights, rows[..., :latent]) / np.where(total > 0, total, 1.0)[..., None]
+    with np.errstate(divide="ignore"):
+        return output, np.log(total)
+
+
+@dataclass(frozen=True)
+class Spy(RowFormat):
+    """A row format that keeps the words which attention is about to read."""
+
+    seen: list = field(default_factory=list, compare=False)
+
+    def unpack(self, lanes):
+        self.seen.append(lanes)
+        return RowFormat(self.name, self.latent, self.rope).unpack(lanes)
+
+
+@dataclass
+class Want:
+    """One request in one step: addresses of its new tokens, and `selected[group][step]`, the addresses each reads."""
+
+    new: list
+    selected: list
+
+    @classmethod
+    def same(cls, selected, new=()):
+        """One token, which reads the same rows in both groups."""
+        return cls(list(new), [[list(selected)]] * len(GROUPS))
+
+
+class Harness:
+    """One placement with compiled functions for its steps, in the smallest budget for `requests` full contexts."""
+
+    def __init__(self, name, policy, mode, devices, fmt, *, requests=2, topk=4, context=64, page=8, **parameters):
+        if policy is not None:
+            parameters["policy"] = make_policy(policy)
+        self.placement = make_placement(name, Parallel(mode, devices), **parameters)
+        self.spec = KVSpec(GROUPS, RowFormat(fmt, LATENT, ROPE), topk, 0, page, context)
+        self.requests, self.devices, self.tp = requests, devices, mode == "tp"
+        self.budget, self.capacity = self._smallest()
+        self.ranks, self.stripe = self.capacity.ranks, self.capacity.stripe
+        self.mesh = make_mesh(devices)
+        self.in_place = {}
+        by_rank = P() if self.tp else P(AXIS)
+        over = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
+
+        make = over(lambda: _expand(self.placement.init(self.spec, self.budget)), in_specs=(), out_specs=P(AXIS))
+        self.start = jax.jit(make, out_shardings=self._shardings(jax.eval_shape(make)))
+        self.step = jax.jit(
+            over(self._step, in_specs=(P(AXIS), *[by_rank] * 5), out_specs=P(AXIS)), donate_argnums=0
+        )
+        self.release = jax.jit(over(self._release, in_specs=(P(AXIS), by_rank), out_specs=P(AXIS)), donate_argnums=0)
+
+    def _smallest(self):
+        spec, need = self.spec, self.requests * self.spec.max_context
+        row = spec.row_bytes
+        for device in range(1, need + 1):
+            for host in sorted({0, max(0, need // self.placement.striping.devices - device), need}):
+                budget = Budget(device * row, host * row)
+                try:
+                    capacity = self.placement.capacity(spec, budget)
+                except ValueError:
+                    continue
+                if capacity.addresses >= need and capacity.fits([spec.max_context] * self.requests):
+                    return budget, capacity
+        raise AssertionError(f"no budget found for {self.placement}")
+
+    def _shardings(self, groups):
+        def place(path, leaf):
+            host = any(getattr(key, "name", None) == "host" for key in path) and leaf.size
+            return NamedSharding(self.mesh, P(AXIS), memory_kind="pinned_host" if host else "device")
+
+        return jax.tree_util.tree_map_with_path(place, groups)
+
+    def _step(self, groups, selected, new, requests, rows, query):
+        groups = list(_squeeze(groups))
+        selected, new, requests, rows, query = _squeeze((selected, new, requests, rows, query))
+        words, outputs, counters = [], [], []
+        for g, layers in enumerate(GROUPS):
+            selection = Selection(selected[g], new, requests)
+            readable, groups[g], counted = self.placement.resolve(groups[g], selection)
+            self.in_place[new.shape[1]] = readable.in_place
+            counters.append(jax.numpy.stack(counted))
+            for place, layer in enumerate(layers):
+                spy = Spy(self.spec.row.name, LATENT, ROPE)
+                groups[g] = self.placement.append(groups[g], place, readable, rows[layer])
+                attended = self.placement.attend(groups[g], place, readable, Query(query[layer], SCALE, spy))
+                words.append(spy.seen.pop())
+                outputs.append(tuple(attended))
+        return _expand((tuple(groups), words, outputs, jax.numpy.stack(counters)))
+
+    def _release(self, groups, addresses):
+        return _expand(tuple(self.placement.release(group, addresses[0]) for group in _squeeze(groups)))
+
+
+@functools.cache
+def harness(name, policy, mode, devices, fmt, **options):
+    """Shared by all tests of a session: compiling costs more than running."""
+    return Harness(name, policy, mode, devices, fmt, **options)
+
+
+class World:
+    """A placement's state beside a table of the rows that were stored; every step compares the two.
+
+    The table, the live addresses and all expected values are plain numpy; a rank's addresses belong to it alone.
+    """
+
+    def __init__(self, harness, seed=0):
+        self.h, self.rng = harness, np.random.default_rng(seed)
+        self.groups = harness.start()
+        size, fmt = harness.capacity.addresses, harness.spec.row
+        self.words = [[np.zeros((harness.ranks, size, w), np.uint32) for w in fmt.lanes] for _ in range(LAYERS)]
+        self.numbers = np.zeros((LAYERS, harness.ranks, size, LATENT + ROPE), np.float32)
+        self.live = [set() for _ in range(harness.ranks)]
+        self.outputs = []
+        """(output, lse) of each step, layer and device."""
+
+    def step(self, plans, rows=None):
+        """Run one step and check everything; `plans[rank]` is {request number: Want}.
+
+        `rows` are (words, numbers) of each layer as `random_rows` makes them, one for each token of the batch, padding
+        included. Returns counters int [devices, groups, len(Counters)].
+        """
+        h = self.h
+        steps = CHUNK if any(len(w.selected[0]) > 1 for plan in plans for w in plan.values()) else 1
+        shape = (h.ranks, h.requests, steps)
+        selected = np.full((len(GROUPS), *shape, h.spec.topk), -1, np.int32)
+        new, requests = np.full(shape, -1, np.int32), np.full(shape[:2], -1, np.int32)
+        for rank, plan in enumerate(plans):
+            for number, want in plan.items():
+                requests[rank, number] = number
+                new[rank, number, : len(want.new)] = want.new
+                for group, tokens in enumerate(want.selected):
+                    for step, chosen in enumerate(tokens):
+                        selected[group, rank, number, step, : len(chosen)] = chosen
+        rows = rows or [random_rows(self.rng, h.spec.row.name, new.size) for _ in range(LAYERS)]
+        query = self.rng.standard_normal((LAYERS, *shape, HEADS, LATENT + ROPE)).astype(np.float32)
+
+        before = [self.locations(group) for group in self.groups]
+        lanes = [tuple(lane.reshape(h.ranks, -1, lane.shape[-1]) for lane in words) for words, _ in rows]
+        self.groups, *found = h.step(self.groups, tuple(selected), new, requests, lanes, tuple(query))
+        words, outputs, counters = jax.tree.map(np.asarray, found)
+        self._store(new, rows)
+        for group, layers in enumerate(GROUPS):
+            for layer in layers:
+                self._compare(layer, selected[group], words[layer], outputs[layer], query[layer])
+            for device in range(h.devices):
+                self._compare_counters(device, before[group][device], selected[group], new, counters[device, group])
+        self.check()
+        self.outputs.append(outputs)
+        return counters
+
+    def release(self, addresses):
+        """Forget `addresses[rank]`."""
+        padded = np.full((self.h.ranks, self.h.spec.table_width * self.h.spec.page_size), -1, np.int32)
+        for rank, gone in enumerate(addresses):
+            padded[rank, : len(gone)] = list(gone)
+            self.live[rank] -= set(gone)
+        self.groups = self.h.release(self.groups, padded)
+        self.check()
+
+    def check(self):
+        """The invariants, and the memory kind of the host pools."""
+        live = [np.array(sorted(addresses), np.int32) for addresses in self.live]
+        verify.check(self.h.placement, self.state, live)
+        for group in self.groups:
+            assert all(lane.sharding.memory_kind == "pinned_host" for lane in group.host if lane.size)
+
+    @property
+    def state(self):
+        return KVState(self.groups, ())
+
+    def locations(self, group):
+        """What each device knows: location [devices, addresses of one stripe]."""
+        return np.asarray(group.mapping.location)
+
+    def resident(self, group=0, device=0):
+        """Addresses whose row is in a slot of the device, in all of its pool."""
+        stripe = self.h.stripe
+        return {int(a) * stripe + device % stripe for a in np.flatnonzero(self.locations(self.groups[group])[device] >= 0)}
+
+    def _rank(self, device):
+        return 0 if self.h.tp else device
+
+    def _store(self, new, rows):
+        for rank in range(self.h.ranks):
+            real = new[rank].reshape(-1) >= 0
+            at = new[rank].reshape(-1)[real]
+            self.live[rank] |= set(at.tolist())
+            for layer, (words, numbers) in enumerate(rows):
+                for table, lane in zip(self.words[layer], words, strict=True):
+                    table[rank, at] = lane.reshape(self.h.ranks, real.size, -1)[rank, real]
+                self.numbers[layer, rank, at] = numbers.reshape(self.h.ranks, real.size, -1)[rank, real]
+
+    def _compare(self, layer, selected, words, outputs, query):
+        """What every device read, bit for bit, and what it made of it."""
+        for device in range(self.h.devices):
+            rank = self._rank(device)
+            chosen, valid = selected[rank], selected[rank] >= 0
+            assert set(chosen[valid].tolist()) <= self.live[rank], "the test selects a row that was never stored"
+            for table, lane in zip(self.words[layer], words, strict=True):
+                read = lane[device].reshape(*chosen.shape, -1)
+                np.testing.assert_array_equal(read[valid], table[rank, chosen[valid]], err_msg=f"layer {layer}")
+            output, lse = attention64(query[rank], self.numbers[layer, rank, chosen], valid, SCALE, LATENT)
+            np.testing.assert_allclose(outputs[0][device], output, atol=1e-5)
+            np.testing.assert_allclose(outputs[1][device], lse, atol=1e-5)
+
+    def _compare_counters(self, device, location, selected, new, counters):
+        rank, stripe, slots = self._rank(device), self.h.stripe, self.h.capacity.device_slots
+        entries = selected[rank][selected[rank] >= 0]
+        own = entries[entries % stripe == device % stripe]
+        fresh = new[rank][(new[rank] >= 0) & (new[rank] % stripe == device % stripe)]
+        stored = np.setdiff1d(own, fresh)
+        found = Counters(*counters.tolist())
+        assert found.dropped == 0
+        assert found.selected == len(entries)
+        assert found.peer_rows == len(entries) - len(own)
+        assert found.hits + found.host_fetches == found.unique
+        if self.h.in_place[selected.shape[2]]:
+            assert (found.unique, found.hits) == (len(entries), 0)
+        elif not self.h.capacity.host_slots:
+            assert (found.unique, found.hits) == (len(entries), len(entries))
+        else:
+            hits = int((location[stored // stripe] >= 0).sum())
+            assert (found.unique, found.hits) == (len(stored), hits)
+            if self.h.placement.exclusive:
+                occupied, arriving = int((location >= 0).sum()), len(stored) - hits + len(fresh)
+                assert found.evictions == found.written_back == max(0, occupied + arriving - slots)
+        if not self.h.placement.exclusive:
+            assert found.written_back == len(fresh)
+
+
+def _squeeze(tree):
+    return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), tree)
+
+
+def _expand(tree):
+    return jax.tree.map(lambda leaf: jax.lax.expand_dims(leaf, (0,)), tree)
