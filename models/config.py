@@ -115,8 +115,7 @@ class ModelConfig:
             return (tuple(range(self.num_layers)),)
         starts = [layer for layer, full in enumerate(self.full_layers) if full]
         return tuple(
-            tuple(range(start, stop))
-            for start, stop in zip(starts, [*starts[1:], self.num_layers], strict=True)
+            tuple(range(start, stop)) for start, stop in zip(starts, [*starts[1:], self.num_layers], strict=True)
         )
 
     @property

@@ -22,9 +22,7 @@ from ula_jax.parallel import Parallel
 class Decoder(nnx.Module):
     """A whole model. Built here its parameters are shapes only; `models.weights` loads or draws them."""
 
-    def __init__(
-        self, config: ModelConfig, parallel: Parallel, dtype: DTypeLike = jnp.float32, *, mtp: bool = False
-    ):
+    def __init__(self, config: ModelConfig, parallel: Parallel, dtype: DTypeLike = jnp.float32, *, mtp: bool = False):
         config.check(parallel)
         if mtp and not config.num_mtp_layers:
             raise ValueError(

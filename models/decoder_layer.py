@@ -39,9 +39,7 @@ class DecoderLayer(nnx.Module):
         else:
             self.mlp = Mlp(f"{prefix}mlp.", hidden, config.intermediate_size, parallel, dtype)
 
-    def __call__(
-        self, hidden: Float[Array, "B S D"], angles: Angles, history: History
-    ) -> Float[Array, "B S D"]:
+    def __call__(self, hidden: Float[Array, "B S D"], angles: Angles, history: History) -> Float[Array, "B S D"]:
         """[B, S, D] -> [B, S, D], in the dtype of the parameters."""
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):

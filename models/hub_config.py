@@ -124,9 +124,7 @@ def write_hub_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def _read_json(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(
-            f"model config: expected a file {file}, found none; pass a hub directory or its config.json"
-        )
+        raise ValueError(f"model config: expected a file {file}, found none; pass a hub directory or its config.json")
     try:
         return json.loads(file.read_text())
     except json.JSONDecodeError as error:
@@ -135,9 +133,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 def _need(hub: Mapping[str, Any], key: str) -> Any:
     if hub.get(key) is None:
-        raise ValueError(
-            f"{key}: expected in the config of {hub['model_type']}, found none; add it to config.json"
-        )
+        raise ValueError(f"{key}: expected in the config of {hub['model_type']}, found none; add it to config.json")
     return hub[key]
 
 
@@ -151,14 +147,12 @@ def _rope(hub: Mapping[str, Any]) -> RopeConfig:
     if kind == "default":
         return RopeConfig(float(theta))
     if kind != "yarn":
-        raise ValueError(
-            f"rope type: expected 'default' or 'yarn', found {kind!r}; no supported family uses it"
-        )
+        raise ValueError(f"rope type: expected 'default' or 'yarn', found {kind!r}; no supported family uses it")
     return RopeConfig(
         theta=float(theta),
         kind="yarn",
-        factor=float(given["factor"]),
-        original_length=given.get("original_max_position_embeddings") or hub["max_position_embeddings"],
+        factor=float(_need(given | {"model_type": "YaRN"}, "factor")),
+        original_length=given.get("original_max_position_embeddings") or _need(hub, "max_position_embeddings"),
         beta_fast=float(given.get("beta_fast") or 32),
         beta_slow=float(given.get("beta_slow") or 1),
         mscale=float(given.get("mscale") or 0),
@@ -177,9 +171,7 @@ def _experts(hub: Mapping[str, Any], family: str) -> dict[str, Any]:
     expected = "softmax" if family == "deepseek_v2" else "sigmoid"
     scoring = hub.get("scoring_func") or expected
     if scoring != expected:
-        raise ValueError(
-            f"scoring_func: expected {expected!r} in {family}, found {scoring!r}; correct config.json"
-        )
+        raise ValueError(f"scoring_func: expected {expected!r} in {family}, found {scoring!r}; correct config.json")
     default = "greedy" if family == "deepseek_v2" else "noaux_tc"
     greedy = (hub.get("topk_method") or default) == "greedy"
     return dict(

@@ -55,9 +55,7 @@ class HubTensors:
         scale = f"{name}_scale_inv"
         if scale not in self.files:
             return stored
-        blocks = [
-            np.arange(part.start, part.stop) // block for part, block in zip(slices, self.block, strict=True)
-        ]
+        blocks = [np.arange(part.start, part.stop) // block for part, block in zip(slices, self.block, strict=True)]
         covering = tuple(slice(block[0], block[-1] + 1) for block in blocks)
         factors = self.files.read(scale, covering).astype(np.float32)
         return stored.astype(np.float32) * factors[np.ix_(*(block - block[0] for block in blocks))]

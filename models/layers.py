@@ -41,9 +41,7 @@ def parameter(
     """
     abstract = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     # eager_sharding=False: weights arrive by shards later, and inside shard_map there is no mesh to ask for.
-    return nnx.Param(
-        abstract, out_sharding=spec or P(), eager_sharding=False, tensor=tensor, layout=layout, init=init
-    )
+    return nnx.Param(abstract, out_sharding=spec or P(), eager_sharding=False, tensor=tensor, layout=layout, init=init)
 
 
 def contract(equation: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float32[Array, "..."]:

@@ -78,9 +78,7 @@ class MlaAttention(nnx.Module):
         output = history.attend(self.layer, query, row, self.config.softmax_scale)
         return self._output(output.astype(x.dtype))
 
-    def _select(
-        self, x: Float[Array, "B S D"], query_latent: Float[Array, "B S Q"], angles: Angles, history: History
-    ):
+    def _select(self, x: Float[Array, "B S D"], query_latent: Float[Array, "B S Q"], angles: Angles, history: History):
         if self.indexer is None:
             history.select_all(self.group)
         else:
@@ -95,9 +93,7 @@ class MlaAttention(nnx.Module):
         if config.q_lora_rank is None:
             query_latent, up = x, self.q_proj[...]
         else:
-            query_latent = rms_norm(
-                linear(x, self.q_a_proj[...]), self.q_a_layernorm[...], config.latent_norm_eps
-            )
+            query_latent = rms_norm(linear(x, self.q_a_proj[...]), self.q_a_layernorm[...], config.latent_norm_eps)
             up = self.q_b_proj[...]
         query = linear(query_latent, up).reshape(*x.shape[:2], -1, config.qk_head_dim)
         plain, turned = jnp.split(query, [config.qk_nope_head_dim], -1)
@@ -115,6 +111,4 @@ class MlaAttention(nnx.Module):
 
     def _output(self, latent: Float[Array, "B S H C"]) -> Float32[Array, "B S D"]:
         values = contract("bshc,hvc->bshv", latent, self.w_uv[...]).astype(latent.dtype)
-        return sum_over_heads(
-            linear_f32(values.reshape(*values.shape[:2], -1), self.o_proj[...]), self.parallel
-        )
+        return sum_over_heads(linear_f32(values.reshape(*values.shape[:2], -1), self.o_proj[...]), self.parallel)

@@ -71,13 +71,9 @@ class Moe(nnx.Module):
         spec = P(parallel.axis, None, None)
         self.router = Router(config, prefix)
         name = prefix + "experts.{}."
-        self.gate_proj = parameter(
-            f"{name}gate_proj.weight", (experts, width, hidden), dtype, spec, "experts"
-        )
+        self.gate_proj = parameter(f"{name}gate_proj.weight", (experts, width, hidden), dtype, spec, "experts")
         self.up_proj = parameter(f"{name}up_proj.weight", (experts, width, hidden), dtype, spec, "experts")
-        self.down_proj = parameter(
-            f"{name}down_proj.weight", (experts, hidden, width), dtype, spec, "experts"
-        )
+        self.down_proj = parameter(f"{name}down_proj.weight", (experts, hidden, width), dtype, spec, "experts")
         if config.num_shared_experts:
             width = config.shared_intermediate_size
             self.shared_experts = Mlp(f"{prefix}shared_experts.", hidden, width, parallel, dtype)

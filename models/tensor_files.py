@@ -46,12 +46,10 @@ class TensorFiles:
         self.directory = Path(directory)
         index = self.directory / "model.safetensors.index.json"
         if index.is_file():
-            weight_map: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+            weight_map = _parse(index, index.read_bytes(), "weight_map")
             files = {name: _read_header(self.directory / name) for name in sorted(set(weight_map.values()))}
             # A file may hold more than the index takes from it.
-            self.entries = {
-                name: files[file][name] for name, file in weight_map.items() if name in files[file]
-            }
+            self.entries = {name: files[file][name] for name, file in weight_map.items() if name in files[file]}
         else:
             self.entries = _read_header(self.directory / "model.safetensors")
         self._maps: dict[Path, np.memmap] = {}
@@ -96,12 +94,12 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     found = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if found < 8 + length:
+        if found < 8 + max(length, 2):
             raise CheckpointError(
                 f"{file}: expected a header of {length} bytes, found a file of {found} bytes; "
-                "download it again"
+                "it is cut short, download it again"
             )
-        header = json.loads(stream.read(length))
+        header = _parse(file, stream.read(length))
     entries = {}
     for name, fields in header.items():
         if name == "__metadata__":
@@ -114,3 +112,13 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
             )
         entries[name] = TensorEntry(file, fields["dtype"], tuple(fields["shape"]), start, stop - start)
     return entries
+
+
+def _parse(file: Path, text: bytes, key: str | None = None) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
+        return found[key] if key else found
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{file}: expected {key or 'a header'} in JSON, found {error!r}; download it again"
+        ) from error

@@ -61,8 +61,7 @@ def choose(
         if reason := forms[implementation]:
             usable = sorted(name for name, why in forms.items() if why is None)
             raise NotImplementedError(
-                f"{kernel}: implementation {implementation!r} cannot run: {reason}; "
-                f"use 'auto' or one of {usable}"
+                f"{kernel}: implementation {implementation!r} cannot run: {reason}; use 'auto' or one of {usable}"
             )
         return implementation
     for position, name in enumerate(prefer):

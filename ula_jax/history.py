@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels.pytree import pytree
 from pallas_kernels.topk import top_k
 from ula_jax import index_keys
 from ula_jax.placements.base import Counters, Placement, Query, Readable, Selection
@@ -17,7 +19,7 @@ from ula_jax.spec import KVSpec
 from ula_jax.types import EMPTY, Array, Bool, Float32, Int32
 
 
-@jax.tree_util.register_dataclass
+@pytree()
 @dataclass(frozen=True)
 class KVState:
     """All stored history: a placement's state and the index keys of each layer group."""
@@ -26,18 +28,18 @@ class KVState:
     index_keys: tuple[Array, ...]
 
 
-@jax.tree_util.register_dataclass
+@pytree()
 @dataclass(frozen=True)
 class Batch:
     """The tokens of one step on one rank; a row of `tokens` belongs to one request."""
 
-    tokens: Int32[Array, "batch steps"]
-    start: Int32[Array, " batch"]
+    tokens: Int32[Array | np.ndarray, "*ranks batch steps"]
+    start: Int32[Array | np.ndarray, "*ranks batch"]
     """Position of the first token of each row."""
-    count: Int32[Array, " batch"]
+    count: Int32[Array | np.ndarray, "*ranks batch"]
     """Real tokens of each row; the rest is padding."""
-    page_table: Int32[Array, "batch pages"]
-    requests: Int32[Array, " batch"]
+    page_table: Int32[Array | np.ndarray, "*ranks batch pages"]
+    requests: Int32[Array | np.ndarray, "*ranks batch"]
     """Number of each request within its rank, EMPTY for padding."""
 
     @property

@@ -6,13 +6,13 @@ an index list is dropped. Free host slots are a stack; free device slots are the
 
 from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
 
+from pallas_kernels.pytree import pytree
 from ula_jax.types import EMPTY, NOWHERE, Addresses, Array, Bool, Int32, Scalar, Slots
 
 
-@jax.tree_util.register_dataclass
+@pytree()
 @dataclass(frozen=True)
 class Mapping:
     """Where each address is, and which address each slot holds (EMPTY when none)."""

@@ -18,7 +18,8 @@ def load(kind: str, known: dict[str, Any], name: str) -> Any:
     if not file.is_file():
         raise ValueError(f"{kind}: expected a Python file before the colon of {name!r}, found none at {path}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, attribute):

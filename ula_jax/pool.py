@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import sparse_gather
+from pallas_kernels.pytree import pytree
 from ula_jax import mapping as maps
 from ula_jax import memory
 from ula_jax.mapping import Mapping
@@ -14,7 +15,7 @@ from ula_jax.rows import RowFormat
 from ula_jax.types import Lanes, Slots
 
 
-@jax.tree_util.register_dataclass
+@pytree()
 @dataclass(frozen=True)
 class Group:
     """Pools, map and policy state of one layer group.

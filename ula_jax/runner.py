@@ -1,7 +1,7 @@
 """The compiled step: one jitted function over the mesh, its state donated."""
 
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from ula_jax.spec import Budget, KVSpec
 from ula_jax.types import Array
 
 
+@runtime_checkable
 class Model(Protocol):
     """A decoder whose attention goes through History. Runs inside shard_map."""
 

@@ -4,18 +4,20 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels.pytree import pytree
 from ula_jax.types import Array, Float32, Int32
 
 
-@jax.tree_util.register_dataclass
+@pytree()
 @dataclass(frozen=True)
 class Sampling:
     """How each row of a batch is sampled."""
 
-    temperature: Float32[Array, " batch"]
+    temperature: Float32[Array | np.ndarray, "*ranks batch"]
     """0 means greedy."""
-    seed: Int32[Array, " batch"]
+    seed: Int32[Array | np.ndarray, "*ranks batch"]
 
 
 def sample(

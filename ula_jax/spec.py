@@ -1,13 +1,14 @@
 """What has to be stored (KVSpec), what there is to store it in (Budget), and what then fits (Capacity)."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
 from ula_jax.rows import FormatName, RowFormat
 
 
+@runtime_checkable
 class ModelShape(Protocol):
     """What placement needs to know of a model's config."""
 

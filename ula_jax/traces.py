@@ -46,9 +46,7 @@ class TraceConfig:
                 f"select fewer or raise positions"
             )
         if self.overlap is not None and not 0 < self.overlap < 1:
-            raise ValueError(
-                f"overlap: expected between 0 and 1, found {self.overlap}; or None, with fluctuation"
-            )
+            raise ValueError(f"overlap: expected between 0 and 1, found {self.overlap}; or None, with fluctuation")
 
 
 @dataclass(frozen=True)

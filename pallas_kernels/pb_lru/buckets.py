@@ -5,8 +5,10 @@ before that, `free` what holds no row. A bucket is a bitmap over the slots with 
 fanout 32.
 """
 
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt8, UInt32
@@ -57,11 +59,14 @@ def create(num_slots: int, rounds: int) -> Buckets:
     if num_slots < 1:
         raise ValueError(f"num_slots: expected at least 1, found {num_slots}; give the pool a slot")
     if not 1 <= rounds <= MAX_ROUNDS:
-        raise ValueError(
-            f"rounds: expected 1 to {MAX_ROUNDS}, found {rounds}; choose a ring length in that range"
-        )
-    full = pack(jnp.ones(num_slots, bool))
-    bits = jnp.zeros((rounds + 2, full.shape[0]), jnp.uint32).at[-1].set(full)
+        raise ValueError(f"rounds: expected 1 to {MAX_ROUNDS}, found {rounds}; choose a ring length in that range")
+    return _create(num_slots, rounds)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _create(num_slots: int, rounds: int) -> Buckets:
+    free = pack(jnp.ones(num_slots, bool))
+    bits = jnp.zeros((rounds + 2, free.shape[0]), jnp.uint32).at[-1].set(free)
     return Buckets(bits, summarize(bits), jnp.zeros(num_slots, jnp.uint8), jnp.int32(0), jnp.int32(0))
 
 

@@ -27,9 +27,7 @@ def rotate(state: Buckets) -> Buckets:
 
 def touch(state: Buckets, slots: Int32[Array, " n"]) -> Buckets:
     """Move slots (EMPTY padding ignored) from wherever they are into the current bucket."""
-    label = state.label.at[slots].set(
-        state.cursor.astype(jnp.uint8), mode="drop", wrap_negative_indices=False
-    )
+    label = state.label.at[slots].set(state.cursor.astype(jnp.uint8), mode="drop", wrap_negative_indices=False)
     return _move(state, slots, state.cursor)._replace(label=label)
 
 
@@ -55,8 +53,8 @@ def find_victims(
 ) -> tuple[Int32[Array, " limit"], Int32[Array, ""]]:
     """The victims of `evict` and the hand after it, state unchanged."""
     num_words = state.bits.shape[1]
-    # Every candidate word in victim order. The word under the hand stands twice: its upper bits first, its
-    # lower last.
+    # Every candidate word in victim order. The word under the hand stands twice: first its upper bits, and
+    # after all other words its lower ones.
     start, cut = state.hand // 32, (state.hand % 32).astype(jnp.uint32)
     cold_order = (start + jnp.arange(num_words + 1, dtype=jnp.int32)) % num_words
     cold = state.bits[state.cold, cold_order]
@@ -68,28 +66,24 @@ def find_victims(
     # Victim j is bit `j - (bits before the word)` of the word in which the running count passes j.
     counts = lax.population_count(words).astype(jnp.int32).reshape(-1, BLOCK)
     ends = jnp.cumsum(counts.sum(axis=1))
-    rank = jnp.arange(limit, dtype=jnp.int32)
-    given = rank < jnp.minimum(count, ends[-1])
-    block = jnp.minimum(jnp.searchsorted(ends, rank, side="right"), ends.shape[0] - 1).astype(jnp.int32)
+    victim = jnp.arange(limit, dtype=jnp.int32)
+    given = victim < jnp.minimum(count, ends[-1])
+    block = jnp.minimum(jnp.searchsorted(ends, victim, side="right"), ends.shape[0] - 1).astype(jnp.int32)
     inside = counts[block]
-    rank = rank - (ends[block] - inside.sum(axis=1))
     upto = jnp.cumsum(inside, axis=1)
-    offset = jnp.sum(upto <= rank[:, None], axis=1, dtype=jnp.int32)
-    offset = jnp.minimum(offset, BLOCK - 1)
+    rank = victim - (ends[block] - upto[:, -1])
+    offset = jnp.minimum(jnp.sum(upto <= rank[:, None], axis=1, dtype=jnp.int32), BLOCK - 1)
     rank = rank - jnp.take_along_axis(upto - inside, offset[:, None], axis=1)[:, 0]
     at = block * BLOCK + offset
     bit = select_bit(words[at], rank)
 
-    free_end, cold_end = num_words, 2 * num_words + 1
-    in_cold = (at >= free_end) & (at < cold_end)
-    word = jnp.where(
-        at < free_end,
-        at,
-        jnp.where(in_cold, (start + at - free_end) % num_words, (at - cold_end) % num_words),
-    )
+    cold_from, rings_from = num_words, 2 * num_words + 1
+    in_cold = (at >= cold_from) & (at < rings_from)
+    word = jnp.where(at < cold_from, at, (at - rings_from) % num_words)
+    word = jnp.where(in_cold, (start + at - cold_from) % num_words, word)
     victims = jnp.where(given, word * 32 + bit, EMPTY)
-    last_cold = jnp.max(jnp.where(given & in_cold, jnp.arange(limit, dtype=jnp.int32), -1), initial=-1)
-    passed = (victims.at[last_cold].get(mode="fill", fill_value=0) + 1) % state.label.shape[0]
+    last_cold = jnp.max(jnp.where(given & in_cold, victim, EMPTY), initial=EMPTY)
+    passed = jnp.max(jnp.where(victim == last_cold, victims + 1, 0), initial=0) % state.label.shape[0]
     return victims, jnp.where(last_cold < 0, state.hand, passed)
 
 

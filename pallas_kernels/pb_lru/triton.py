@@ -125,9 +125,7 @@ def _between(first, last, base):
 
     def lowest(bits):
         # A shift by 32 has no defined result.
-        return jnp.where(
-            bits == 32, jnp.uint32(ALL), (jnp.uint32(1) << jnp.minimum(bits, 31).astype(jnp.uint32)) - 1
-        )
+        return jnp.where(bits == 32, jnp.uint32(ALL), (jnp.uint32(1) << jnp.minimum(bits, 31).astype(jnp.uint32)) - 1)
 
     return lowest(upto) & ~lowest(below)
 

@@ -5,9 +5,9 @@ anywhere: it reads as a row of zeros and drops the row on a write. Slots of one 
 repeat a slot.
 
 A write happens in place if the caller donates the pool (or carries it through a scan) and if it cannot run
-before an earlier read of the same pool. Order them by data, as when the written rows or slots come from the
-read ones, or by `pool, read = jax.lax.optimization_barrier((pool, read))` between the two. Otherwise XLA
-copies the pool.
+before an earlier read of the same pool; otherwise XLA copies the pool. The order is safe where the written rows
+come from the read ones, and otherwise after `rows, read = jax.lax.optimization_barrier((rows, read))`, which
+XLA:CPU of JAX 0.10 ignores (it then copies).
 
 `implementation`: `auto`, `reference` (jnp, any platform), `mosaic` (Pallas Mosaic GPU, Hopper and newer) or
 `mosaic_interpret` (the same kernel in the CPU interpreter: slow, for tests).
@@ -76,16 +76,12 @@ def _form(name: str, implementation: str, pool: UInt32[Array, "layers slots word
     chosen = choose(f"sparse_gather.{name}", implementation, forms, PREFER)
     if chosen == "reference":
         return getattr(reference, name)
-    return partial(
-        getattr(mosaic, name), interpret=gpu_interpreter() if chosen == "mosaic_interpret" else None
-    )
+    return partial(getattr(mosaic, name), interpret=gpu_interpreter() if chosen == "mosaic_interpret" else None)
 
 
 def _check_layer(pool: UInt32[Array, "layers slots words"], layer: int | Int32[Array, ""]) -> None:
     if isinstance(layer, int) and not 0 <= layer < pool.shape[0]:
-        raise IndexError(
-            f"layer: expected 0 to {pool.shape[0] - 1}, found {layer}; count from the pool's first layer"
-        )
+        raise IndexError(f"layer: expected 0 to {pool.shape[0] - 1}, found {layer}; count from the pool's first layer")
 
 
 __all__ = ["EMPTY", "gather", "gather_layers", "scatter", "scatter_layers"]

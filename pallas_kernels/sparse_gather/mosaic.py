@@ -52,9 +52,7 @@ def scatter_layers(pool, slots, rows, interpret: Any = None) -> UInt32[Array, "l
     return _write(pool, 0, slots, rows, interpret)
 
 
-def _read(
-    pool, first, slots: Int32[Array, " n"], layers: int, interpret: Any
-) -> UInt32[Array, "layers n words"]:
+def _read(pool, first, slots: Int32[Array, " n"], layers: int, interpret: Any) -> UInt32[Array, "layers n words"]:
     n, words = slots.shape[0], pool.shape[2]
     out = jax.ShapeDtypeStruct((layers, n, words), jnp.uint32)
     if n == 0:
@@ -78,9 +76,7 @@ def _read(
             @pl.when(slot < 0)
             def _():
                 for start, size in _pieces(words):
-                    plgpu.copy_smem_to_gmem(
-                        zeros.at[pl.ds(0, size)], out_ref.at[layer, i, pl.ds(start, size)]
-                    )
+                    plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, size)], out_ref.at[layer, i, pl.ds(start, size)])
 
         _batches(slots_ref, n, layers, fetch, store)
 
@@ -129,9 +125,7 @@ def _kernel(body, layers: int, n: int, words: int, out_type: Any, interpret: Any
     if out_type is not None:
         return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, **grid, **how)
     # plgpu.kernel of JAX 0.10 loses a ref that is passed in, because it wraps the call in a custom vmap rule.
-    return pl.kernel(
-        lambda *refs: pl.run_scoped(partial(body, *refs), **scratch), mesh=plgpu.Mesh(**grid), **how
-    )
+    return pl.kernel(lambda *refs: pl.run_scoped(partial(body, *refs), **scratch), mesh=plgpu.Mesh(**grid), **how)
 
 
 def _batches(slots_ref, n: int, layers: int, fetch, store) -> None:

@@ -11,16 +11,12 @@ class NaiveHistory:
     passed through. The options each break one thing, for controls.
     """
 
-    def __init__(
-        self, config, positions, *, valid=None, negate=False, mask_again=True, relu=True, hadamard=None
-    ):
+    def __init__(self, config, positions, *, valid=None, negate=False, mask_again=True, relu=True, hadamard=None):
         self.latent, self.topk = config.kv_lora_rank, config.index_topk
         self.positions = positions
         self.causal = positions[:, :, None] >= positions[:, None, :]
         if valid is not None:  # padding is seen by itself alone
-            self.causal = jnp.where(
-                jnp.eye(positions.shape[1], dtype=bool), True, self.causal & valid[:, None]
-            )
+            self.causal = self.causal & (jnp.eye(positions.shape[1], dtype=jnp.bool) | valid[:, None])
         self.negate, self.mask_again, self.relu, self.hadamard = negate, mask_again, relu, hadamard
         self.rows, self.keys, self.scores, self.selected = {}, {}, {}, {}
         self.current = None

@@ -1,4 +1,4 @@
-"""Models of the golden checkpoints, run as a whole or by a layer; results are shared by all tests of a session."""
+"""Models of the golden checkpoints, run as a whole or by a layer; tests of a session share the results."""
 
 import functools
 from pathlib import Path
@@ -34,49 +34,54 @@ def load(family, mode="tp", size=1, **changes):
     return load_checkpoint(GOLDEN / family, mesh, Parallel(mode, size), mtp=mtp, **changes), mesh
 
 
-def run(model, mesh, body, *arrays, optimize=False):
+def compiled(model, mesh, body, optimize=False):
     """`body(model, *arrays)` inside shard_map; arrays and results are divided by requests under DP.
 
-    Compiling takes nearly all of the time, and LLVM's optimisations half of that.
+    Compiling takes nearly all of the time of these tests, and LLVM's optimisations half of that.
     """
     graphdef, state = nnx.split(model)
     batch = P() if model.parallel.tp else P(AXIS)
 
-    def local(state, *arrays):
+    def local(state, arrays):
         return body(nnx.merge(graphdef, state), *arrays)
 
-    specs = (nnx.get_partition_spec(state), *(batch for _ in arrays))
+    specs = (nnx.get_partition_spec(state), batch)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=batch, check_vma=False)
-    options = {} if optimize else {"xla_backend_optimization_level": 0}
-    return jax.tree.map(np.asarray, jax.jit(mapped, compiler_options=options)(state, *arrays))
+    function = jax.jit(mapped, compiler_options={} if optimize else {"xla_backend_optimization_level": 0})
+    return lambda *arrays: jax.tree.map(np.asarray, function(state, arrays))
 
 
-def forward(model, mesh, tokens, positions=None, optimize=False, **options):
-    """Everything that one full forward computes, and the MTP layer's draft of the same tokens."""
-
-    def body(model, tokens, positions):
-        history = NaiveHistory(model.config, positions, **options)
+@functools.cache
+def _forward(model, mesh):
+    def body(model, tokens, positions, valid):
+        history = NaiveHistory(model.config, positions, valid=valid)
         hidden = model(tokens, positions, history)
         found = dict(hidden=hidden, logits=model.logits(hidden), rows=history.rows, keys=history.keys)
         found |= dict(selected=history.selected, scores=history.scores)
         if model.mtp is not None:
-            drafting = NaiveHistory(model.config, positions[:, 1:], **options)
+            drafting = NaiveHistory(model.config, positions[:, 1:], valid=valid[:, 1:])
             drafted = model.draft(tokens[:, 1:], hidden[:, :-1], positions[:, 1:], drafting)
             found |= dict(mtp_hidden=drafted, mtp_logits=model.logits(drafted), mtp_rows=drafting.rows)
         return found
 
+    return compiled(model, mesh, body, optimize=model.parallel.size == 1)
+
+
+def forward(model, mesh, tokens, positions=None, valid=None):
+    """Everything that one full forward computes, and the MTP layer's draft of the same tokens."""
     tokens = np.asarray(tokens, np.int32)
     if positions is None:
         positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    return SimpleNamespace(**run(model, mesh, body, tokens, positions, optimize=optimize))
+    if valid is None:
+        valid = np.ones(tokens.shape, bool)
+    return SimpleNamespace(**_forward(model, mesh)(tokens, positions, valid))
 
 
 @functools.cache
 def golden_forward(family, mode="tp", size=1):
     """The full forward of a golden prompt. Under DP the two requests are repeated until every device has one."""
     repeats = max(size // 2, 1) if mode == "dp" else 1
-    tokens = np.tile(oracle(family)["input_ids"], (repeats, 1))
-    return forward(*load(family, mode, size), tokens, optimize=size == 1)
+    return forward(*load(family, mode, size), np.tile(oracle(family)["input_ids"], (repeats, 1)))
 
 
 def run_layer(family, layer, *, tokens=48, changes=None, fresh=False, **options):
@@ -110,7 +115,8 @@ def _run_layer(family, layer, tokens, changes, options):
         return hidden, {name: getattr(history, name) for name in ("rows", "keys", "scores", "selected")}
 
     entering = expected[f"hidden_{layer}"] if layer else embeddings(family)[ids]
-    hidden, kept = run(model.layers[layer], mesh, body, entering[:, :tokens])
+    entering = entering[:, :tokens].astype(model.embed_tokens.dtype)
+    hidden, kept = compiled(model.layers[layer], mesh, body)(entering)
     return hidden, SimpleNamespace(**kept)
 
 

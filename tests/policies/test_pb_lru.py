@@ -24,7 +24,7 @@ def skewed(rng, size, k):
     return rng.choice(size, k, replace=False, p=weights / weights.sum())
 
 
-@pytest.mark.parametrize(("size", "limit"), [(33, 12), (150, 60), (1100, 90)])
+@pytest.mark.parametrize(("size", "limit"), [(33, 12), (1100, 90)])
 @pytest.mark.parametrize("rounds", [1, 2, 3, 8])
 def test_equals_sets(rounds, size, limit):
     """A pool under a skewed load of twice its size, with requests that end."""
@@ -91,22 +91,27 @@ def test_a_ring_longer_than_the_run_is_exact_lru():
 def test_the_hand_goes_on_where_it_stopped():
     """Cold slots 0..39; asked for 10 at a time they go round, though 0..9 turn cold again meanwhile."""
     policy = PBLRU(rounds=1)
-    state = policy.touch(policy.init(40), Touch(jnp.arange(40, dtype=jnp.int32)))
+
+    @jax.jit
+    def one_round(state):
+        victims, state = policy.evict(policy.touch(state, Touch(pad([], 1))), jnp.int32(10), 10)
+        return victims, policy.touch(state, Touch(victims, inserted=True))
+
+    state = jax.jit(policy.touch)(policy.init(40), Touch(jnp.arange(40, dtype=jnp.int32)))
     for expected in (range(0, 10), range(10, 20), range(20, 30), range(30, 40), range(0, 10)):
-        state = policy.touch(state, Touch(pad([], 1)))
-        victims, state = policy.evict(state, jnp.int32(10), 10)
+        victims, state = one_round(state)
         assert np.asarray(victims).tolist() == list(expected)
-        state = policy.touch(state, Touch(victims, inserted=True))
 
 
 def test_labels_are_decoded_lazily():
     """A slot that fell off the ring is cold although its label still names a ring bucket."""
-    state = pb_lru.touch(pb_lru.rotate(pb_lru.create(5, 2)), jnp.asarray([3], jnp.int32))
+    rotate, bucket_of = jax.jit(pb_lru.rotate), jax.jit(pb_lru.bucket_of)
+    state = jax.jit(pb_lru.touch)(rotate(pb_lru.create(5, 2)), jnp.asarray([3], jnp.int32))
     slots = jnp.asarray([3, 0, EMPTY, 9], jnp.int32)
-    assert np.asarray(pb_lru.bucket_of(state, slots)).tolist() == [1, 3, EMPTY, EMPTY]
-    state = pb_lru.rotate(pb_lru.rotate(state))
+    assert np.asarray(bucket_of(state, slots)).tolist() == [1, 3, EMPTY, EMPTY]
+    state = rotate(rotate(state))
     assert int(state.label[3]) == 1
-    assert np.asarray(pb_lru.bucket_of(state, slots)).tolist() == [2, 3, EMPTY, EMPTY]
+    assert np.asarray(bucket_of(state, slots)).tolist() == [2, 3, EMPTY, EMPTY]
 
 
 @pytest.mark.parametrize("rounds", [0, -1, 255])

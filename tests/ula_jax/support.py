@@ -1,6 +1,5 @@
 """Drives a placement without a model, next to a table of plain numpy rows that says what it must give back."""
 
-import dataclasses
 import functools
 from dataclasses import dataclass, field
 
@@ -23,16 +22,17 @@ GROUPS = ((0,), (1, 2))
 LAYERS = 3
 LATENT, ROPE = 8, 4
 HEADS, SCALE = 2, 0.5
-CHUNK = 4
-"""Tokens of one request in a prefill step."""
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+"""Compiler options: these programs are compiled for longer than they run."""
 
 
-def kinds():
-    """(placement, policy) of every registered placement; policy None where it takes none."""
-    fields = {name: {f.name for f in dataclasses.fields(cls)} for name, cls in PLACEMENTS.items()}
-    return [
-        (name, policy) for name in PLACEMENTS for policy in (("lru", "pb_lru") if "policy" in fields[name] else (None,))
-    ]
+def kinds(policies=()):
+    """(placement, policy) of every registered placement: with its own default policy (None) and those of `policies`."""
+    found = [(name, None) for name in PLACEMENTS]
+    for name, placement in PLACEMENTS.items():
+        if default := getattr(placement(), "policy", None):
+            found += [(name, policy) for policy in policies if make_policy(policy) != default]
+    return found
 
 
 def random_rows(rng, fmt, count):
@@ -103,10 +103,9 @@ class Harness:
 
         make = over(lambda: _expand(self.placement.init(self.spec, self.budget)), in_specs=(), out_specs=P(AXIS))
         self.start = jax.jit(make, out_shardings=self._shardings(jax.eval_shape(make)))
-        self.step = jax.jit(
-            over(self._step, in_specs=(P(AXIS), *[by_rank] * 5), out_specs=P(AXIS)), donate_argnums=0
-        )
-        self.release = jax.jit(over(self._release, in_specs=(P(AXIS), by_rank), out_specs=P(AXIS)), donate_argnums=0)
+        donating = functools.partial(jax.jit, donate_argnums=0, compiler_options=QUICK)
+        self.step = donating(over(self._step, in_specs=(P(AXIS), *[by_rank] * 5), out_specs=P(AXIS)))
+        self.release = donating(over(self._release, in_specs=(P(AXIS), by_rank), out_specs=P(AXIS)))
 
     def _smallest(self):
         spec, need = self.spec, self.requests * self.spec.max_context
@@ -172,14 +171,13 @@ class World:
         self.outputs = []
         """(output, lse) of each step, layer and device."""
 
-    def step(self, plans, rows=None):
-        """Run one step and check everything; `plans[rank]` is {request number: Want}.
+    def step(self, plans, steps=1, rows=None):
+        """Run one step of up to `steps` tokens a request and check everything; `plans[rank]` is {number: Want}.
 
         `rows` are (words, numbers) of each layer as `random_rows` makes them, one for each token of the batch, padding
         included. Returns counters int [devices, groups, len(Counters)].
         """
         h = self.h
-        steps = CHUNK if any(len(w.selected[0]) > 1 for plan in plans for w in plan.values()) else 1
         shape = (h.ranks, h.requests, steps)
         selected = np.full((len(GROUPS), *shape, h.spec.topk), -1, np.int32)
         new, requests = np.full(shape, -1, np.int32), np.full(shape[:2], -1, np.int32)

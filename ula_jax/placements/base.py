@@ -6,12 +6,12 @@ in selection order; the barrier there keeps XLA from fusing a placement's gather
 """
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.pytree import pytree
 from pallas_kernels.sparse_mla import sparse_mla
 from ula_jax.parallel import Parallel
 from ula_jax.pool import Group
@@ -21,7 +21,7 @@ from ula_jax.striping import Striping
 from ula_jax.types import Array, Bool, Float32, Int32, Lanes, Scalar
 
 
-@jax.tree_util.register_dataclass
+@pytree()
 @dataclass(frozen=True)
 class Selection:
     """What one layer group needs in this step. `batch` are requests, `steps` their tokens in this step."""
@@ -34,11 +34,7 @@ class Selection:
     """Number of each request within its rank, EMPTY for padding."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["locations", "valid", "new_device", "new_host"],
-    meta_fields=["in_place"],
-)
+@pytree(meta=("in_place",))
 @dataclass(frozen=True)
 class Readable:
     """Where the selected rows can be read in this step, and where the new rows go."""
@@ -79,7 +75,7 @@ class Counters(NamedTuple):
         return cls(**{name: jnp.int32(counts.get(name, 0)) for name in cls._fields})
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["vectors"], meta_fields=["scale", "row"])
+@pytree(meta=("scale", "row"))
 @dataclass(frozen=True)
 class Query:
     """Absorbed queries of one layer."""
@@ -96,6 +92,7 @@ class Attended(NamedTuple):
     lse: Float32[Array, "batch steps heads"]
 
 
+@runtime_checkable
 class Placement(Protocol):
     """A frozen, hashable dataclass. Runs inside shard_map: arrays are one device's part, `Group` is its state."""
 

@@ -9,7 +9,14 @@ from ula_jax import mapping as maps
 from ula_jax import pool
 from ula_jax.parallel import Parallel
 from ula_jax.placements.base import (
-    Attended, Counters, Query, Readable, Selection, attend_rows, check_room, whole_pages,
+    Attended,
+    Counters,
+    Query,
+    Readable,
+    Selection,
+    attend_rows,
+    check_room,
+    whole_pages,
 )
 from ula_jax.pool import Group
 from ula_jax.spec import Budget, Capacity, KVSpec

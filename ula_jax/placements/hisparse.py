@@ -14,7 +14,14 @@ from ula_jax import mapping as maps
 from ula_jax import pool
 from ula_jax.parallel import Parallel
 from ula_jax.placements.base import (
-    Attended, Counters, Query, Readable, Selection, attend_rows, check_room, whole_pages,
+    Attended,
+    Counters,
+    Query,
+    Readable,
+    Selection,
+    attend_rows,
+    check_room,
+    whole_pages,
 )
 from ula_jax.policies import LRU
 from ula_jax.policies.base import Policy, Touch

@@ -62,16 +62,12 @@ def _parameters(cls: type, text: str, spec: str) -> dict[str, Any]:
     for item in filter(None, text.split(",")):
         name, _, value = item.partition("=")
         if name not in defaults or not value:
-            raise ValueError(
-                f"policy {spec!r}: expected parameter=value of {sorted(defaults)}, found {item!r}"
-            )
+            raise ValueError(f"policy {spec!r}: expected parameter=value of {sorted(defaults)}, found {item!r}")
         try:
             values[name] = _read(value, defaults[name])
         except ValueError as error:
             kind = type(defaults[name]).__name__
-            raise ValueError(
-                f"policy {spec!r}: expected {name} to be of type {kind}, found {value!r}"
-            ) from error
+            raise ValueError(f"policy {spec!r}: expected {name} to be of type {kind}, found {value!r}") from error
     return values
 
 

@@ -6,21 +6,15 @@ were put into the slots that `evict` gave. All are pure and safe under jit, scan
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
-import jax
-
+from pallas_kernels.pytree import pytree
 from ula_jax.types import Array, Float32, Int32, Scalar, Slots
 
 S = TypeVar("S")
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["slots", "addresses", "scores", "next_use"],
-    meta_fields=["inserted"],
-)
+@pytree(meta=("inserted",))
 @dataclass(frozen=True)
 class Touch:
     """Slots used in this round; padding is EMPTY (-1) in `slots` and may stand anywhere.

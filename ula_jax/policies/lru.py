@@ -32,7 +32,7 @@ class LRU:
 
     def evict(self, state: LRUState, count: Scalar, limit: int) -> tuple[Int32[Array, " limit"], LRUState]:
         size = state.stamp.shape[0]
-        # As float32: exact for 16 million rounds, and only floats have a fast top_k on CPU. Ties: lowest slot.
+        # As float32: exact for 16 million rounds, and only floats have a fast top_k on CPU. Lowest slot first.
         age = (state.round - state.stamp).astype(jnp.float32)
         age = jnp.where(state.stamp == ABSENT, -1.0, jnp.where(state.stamp == FREE, jnp.inf, age))
         _, oldest = jax.lax.top_k(age, min(limit, size))

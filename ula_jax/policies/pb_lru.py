@@ -31,9 +31,7 @@ class PBLRU:
     def touch(self, state: pb_lru.Buckets, touch: Touch) -> pb_lru.Buckets:
         return pb_lru.touch(state if touch.inserted else pb_lru.rotate(state), touch.slots)
 
-    def evict(
-        self, state: pb_lru.Buckets, count: Scalar, limit: int
-    ) -> tuple[Int32[Array, " limit"], pb_lru.Buckets]:
+    def evict(self, state: pb_lru.Buckets, count: Scalar, limit: int) -> tuple[Int32[Array, " limit"], pb_lru.Buckets]:
         return pb_lru.evict(state, count, limit, implementation=self.implementation)
 
     def forget(self, state: pb_lru.Buckets, slots: Slots) -> pb_lru.Buckets:

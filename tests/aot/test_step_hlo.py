@@ -1,0 +1,60 @@
+"""What XLA makes of whole steps on eight H200s: stored rows are never copied, never leave their device in bulk, and
+those on the host stay there. `test_controls.py` shows that each of these findings can be made."""
+
+import pytest
+
+from tests.aot.hlo import collectives, host_programs, large_buffers, unaliased
+from tests.aot.steps import compiled, compiled_release
+
+pytestmark = pytest.mark.aot
+
+STEPS = [
+    ("ula", "tp", "decode"),
+    ("ula", "tp", "prefill"),
+    ("ula", "dp", "decode"),
+    ("gpu_only", "tp", "decode"),
+    ("hisparse", "tp", "decode"),
+    ("hisparse", "tp", "prefill"),
+]
+TWO_LANES = ("ula", "tp", "decode", "fp8")
+every_step = pytest.mark.parametrize("case", [*STEPS, TWO_LANES], ids="-".join)
+
+
+@every_step
+def test_pools_are_rewritten_in_place(case):
+    step = compiled(*case)
+    assert large_buffers(step.program, step.sizes, step.limit) == []
+    assert unaliased(step.program, step.pools) == []
+
+
+@pytest.mark.parametrize("case", STEPS, ids="-".join)
+def test_no_temporary_memory_can_hold_a_layer_of_a_pool(case):
+    """Kernels may copy a buffer without a word in the HLO, but not without a place for the copy."""
+    step = compiled(*case)
+    assert step.temporary < step.limit
+
+
+@every_step
+def test_devices_exchange_what_they_must_and_no_history(case):
+    step = compiled(*case)
+    assert collectives(step.program) == step.expected_collectives
+    assert max(nbytes for _, nbytes in step.expected_collectives) < step.limit / 10
+
+
+@every_step
+def test_host_pools_stay_on_the_host_and_no_step_runs_on_the_cpu(case):
+    step = compiled(*case)
+    host = [shape for shape in step.pools if shape.host]
+    groups = len(step.spec.groups) * len(step.spec.row.lanes)
+    assert len(host) == (0 if case[0] == "gpu_only" else groups)
+    for leaves in (step.program.parameters, step.program.results):
+        assert sorted(shape for shape in leaves if shape.host) == sorted(host)
+    assert host_programs(step.program) == []
+
+
+def test_release_touches_no_row():
+    step = compiled_release("ula", "tp")
+    assert large_buffers(step.program, step.sizes, step.limit) == []
+    assert unaliased(step.program, step.pools) == []
+    assert not collectives(step.program)
+    assert step.temporary < step.limit
