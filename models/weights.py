@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.draws import normal
 from models.hub_config import write_hub_config
 from models.hub_tensors import HubTensors, tensors_of, write_tensors
 from ula_jax.parallel import Parallel
@@ -94,13 +95,12 @@ def init_model(
     Projections are scaled by their fan-in, and norms and biases are random too, so that selections and
     routing are as uneven as a trained model's: zeros and ones would hide errors.
     """
-    key = jax.random.key(seed)
 
     def draw(parameter: nnx.Param) -> jax.Array:
         meta = parameter.get_metadata()
         name = zlib.crc32(f"{meta['tensor']} {meta['layout']}".encode())
-        sharding = _sharding(parameter, mesh)
-        return _draw(parameter.shape, parameter.dtype, meta["init"], sharding)(jax.random.fold_in(key, name))
+        make = _draw(parameter.shape, parameter.dtype, meta["init"], _sharding(parameter, mesh))
+        return make(np.array([seed % 2**32, name], np.uint32))
 
     return _fill(Decoder(config, parallel, dtype, mtp=mtp), draw)
 
@@ -108,13 +108,12 @@ def init_model(
 @functools.cache
 def _draw(
     shape: tuple[int, ...], dtype: np.dtype, init: str, sharding: NamedSharding
-) -> Callable[[jax.Array], jax.Array]:
+) -> Callable[[np.ndarray], jax.Array]:
     """One compiled draw for all parameters alike."""
+    scale = {"fan_in": shape[-1] ** -0.5, "norm": 0.1, "bias": 0.1, "router_bias": 0.05, "embedding": 1.0}[init]
 
     def draw(key: jax.Array) -> jax.Array:
-        normal = jax.random.normal(key, shape, jnp.float32)
-        scale = {"fan_in": shape[-1] ** -0.5, "norm": 0.1, "bias": 0.1, "router_bias": 0.05, "embedding": 1.0}
-        values = normal * jnp.float32(scale[init])
+        values = normal(key, shape) * jnp.float32(scale)
         return (values + 1.0 if init == "norm" else values).astype(dtype)
 
     return jax.jit(draw, out_shardings=sharding)

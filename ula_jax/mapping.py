@@ -45,6 +45,8 @@ def lookup(table: Int32[Array, " size"], index: Addresses, missing: int) -> Addr
 
 def store(table: Int32[Array, " size"], index: Slots, values: Slots) -> Int32[Array, " size"]:
     """The table with values at distinct indices; EMPTY dropped."""
+    if not table.size:
+        return table
     return table.at[index].set(values, mode="drop", wrap_negative_indices=False)
 
 
@@ -111,6 +113,18 @@ def drop(mapping: Mapping, addresses: Slots) -> tuple[Slots, Mapping]:
         mapping,
         location=store(mapping.location, addresses, jnp.full_like(addresses, NOWHERE)),
         device_address=store(mapping.device_address, slots, jnp.full_like(slots, EMPTY)),
+    )
+
+
+def forget_copies(mapping: Mapping, addresses: Slots) -> tuple[Slots, Mapping]:
+    """`drop` for inclusive placements, where the host slot of a row is its address and is never handed out."""
+    slots = device_slot(locate(mapping, addresses))
+    nothing = jnp.full_like(addresses, EMPTY)
+    return slots, replace(
+        mapping,
+        location=store(mapping.location, addresses, jnp.full_like(addresses, NOWHERE)),
+        device_address=store(mapping.device_address, slots, nothing),
+        host_address=store(mapping.host_address, addresses, nothing),
     )
 
 

@@ -18,7 +18,9 @@ from pallas_kernels.pb_lru.buckets import EMPTY, MAX_ROUNDS, Buckets, bucket_of,
 from pallas_kernels.pb_lru.reference import forget, rotate, touch
 
 PREFER = ("reference",)
-"""What `auto` may take: `triton` joins once it is measured on a device."""
+"""What `auto` may take. On an H200 with JAX 0.11.2, an `evict` with limit 2048 of 0.3 M slots takes the
+reference 508 us and `triton` 211 us, with limit 16384 of 2.9 M slots 532 us and 12.5 ms: one block is too
+little for so long a list."""
 
 
 def evict(

@@ -21,7 +21,6 @@ CARDS = {
 
 SMALL = {
     "one_slot": Shape(slots=1, rounds=1, limit=1),
-    "one_word": Shape(slots=32, rounds=2, limit=8),
     "just_past_a_word": Shape(slots=33, rounds=3, limit=40),
     "two_levels": Shape(slots=1000, rounds=2, limit=64),
     "three_levels": Shape(slots=1100, rounds=3, limit=30),

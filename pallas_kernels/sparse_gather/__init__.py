@@ -5,9 +5,9 @@ anywhere: it reads as a row of zeros and drops the row on a write. Slots of one 
 repeat a slot.
 
 A write happens in place if the caller donates the pool (or carries it through a scan) and if it cannot run
-before an earlier read of the same pool; otherwise XLA copies the pool. The order is safe where the written rows
-come from the read ones, and otherwise after `rows, read = jax.lax.optimization_barrier((rows, read))`, which
-XLA:CPU of JAX 0.10 ignores (it then copies).
+before an earlier read of the same pool; otherwise XLA copies the pool. The order is safe where the written
+rows come from the read ones, and otherwise after `rows, read = jax.lax.optimization_barrier((rows, read))`,
+which XLA:CPU of JAX 0.10 ignores (it then copies).
 
 `implementation`: `auto`, `reference` (jnp, any platform), `mosaic` (Pallas Mosaic GPU, Hopper and newer) or
 `mosaic_interpret` (the same kernel in the CPU interpreter: slow, for tests).
@@ -23,8 +23,9 @@ from pallas_kernels.sparse_gather import mosaic, reference
 from pallas_kernels.sparse_gather.reference import EMPTY
 
 PREFER = ("reference",)
-"""What `auto` may take. XLA's gather and scatter are right on every platform; `mosaic` joins once it is
-measured."""
+"""What `auto` may take. On an H200 with JAX 0.11.2, four layers of 65,536 rows of 640 bytes take XLA 102 us
+to gather and 110 us to scatter, `mosaic` 242 and 262 us; at 2,048 rows both take what the call takes (45
+us)."""
 
 
 def gather(

@@ -1,4 +1,4 @@
-"""Compiles for eight H200s on a machine without a GPU: these tests need the extra `aot`, and are not collected without."""
+"""Compiles for eight H200s on a machine without a GPU. Needs the extra `aot`; without it nothing is collected."""
 
 import importlib.util
 import os

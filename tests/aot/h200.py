@@ -10,7 +10,6 @@ import os
 from contextlib import contextmanager
 from pathlib import Path
 
-import jax
 import numpy as np
 from jax._src import compiler
 from jax._src.lib import xla_client

@@ -21,7 +21,7 @@ from ula_jax.sampling import Sampling
 from ula_jax.spec import Budget, KVSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "oracle" / "glm_moe_dsa_share"
-DEVICES, LAYERS = 8, 4
+DEVICES = 8
 DEVICE_SLOTS, HOST_SLOTS = 8_000, 16_000
 """About what the budget buys: one layer of a pool is then larger than all else that a step holds."""
 PHASES = {"decode": (4, 1), "prefill": (1, 16)}
@@ -103,13 +103,9 @@ def compiled_release(name: str, mode: str) -> Step:
 
 
 def _runner(name: str, mode: str, rows: FormatName) -> tuple[Runner, KVSpec, ModelConfig]:
-    config = ModelConfig.from_hub(GOLDEN)
-    # Three groups of one, one and two layers; the first has a dense MLP, the others experts.
+    # Cut to one layer with a dense MLP, and two with experts that share a selection.
     config = ModelConfig.from_hub(
-        GOLDEN,
-        num_layers=LAYERS,
-        sparse_layers=config.sparse_layers[:LAYERS],
-        full_layers=config.full_layers[:LAYERS],
+        GOLDEN, num_layers=3, sparse_layers=(False, True, True), full_layers=(True, True, False)
     )
     parallel, mesh = Parallel(mode, DEVICES), make_mesh(DEVICES)
     spec = KVSpec.of(config, rows=rows, max_context=512)

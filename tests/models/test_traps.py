@@ -127,7 +127,7 @@ def test_trap_10_bf16_is_near_but_no_measure_of_parity():
     assert hidden.dtype == jnp.bfloat16
     assert history.rows[1].dtype == np.float32  # what a history takes, whatever the parameters are
     expected = oracle("deepseek_v3")["hidden_2"]
-    assert 0.999 < np.corrcoef(hidden.astype(np.float32).ravel(), expected.ravel())[0, 1] < 0.999999
+    assert 0.99 < np.corrcoef(hidden.astype(np.float32).ravel(), expected.ravel())[0, 1] < 0.9999
 
 
 @pytest.mark.parametrize(("family", "factor"), [("deepseek_v32", 1.8739), ("deepseek_v2", 1.5896)])

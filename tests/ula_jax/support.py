@@ -98,6 +98,9 @@ class Harness:
         self.ranks, self.stripe = self.capacity.ranks, self.capacity.stripe
         self.mesh = make_mesh(devices)
         self.in_place = {}
+        """Whether steps of so many tokens read the host in place."""
+        self.traces = []
+        """Tokens of a step, for each time that one was traced and compiled."""
         by_rank = P() if self.tp else P(AXIS)
         over = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
 
@@ -129,6 +132,7 @@ class Harness:
         return jax.tree_util.tree_map_with_path(place, groups)
 
     def _step(self, groups, selected, new, requests, rows, query):
+        self.traces.append(new.shape[-1])
         groups = list(_squeeze(groups))
         selected, new, requests, rows, query = _squeeze((selected, new, requests, rows, query))
         words, outputs, counters = [], [], []

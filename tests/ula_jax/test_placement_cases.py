@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,6 +10,7 @@ from tests.ula_jax.support import GROUPS, LATENT, LAYERS, ROPE, Harness, Want, W
 from ula_jax import pool, verify
 from ula_jax.placements import PLACEMENTS, GpuOnly, Ula
 from ula_jax.placements.base import Counters
+from ula_jax.rows import RowFormat
 
 every_placement = pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind[0])
 SMALL = dict(requests=1, topk=3, context=16, page=8)
@@ -90,7 +92,7 @@ def test_f11_one_compiled_step_writes_every_row_and_fills_the_capacity(kind):
         assert len(world.resident()) == 4
     for first in (0, 3, 6, 9, 12, 13):
         world.step([{0: Want.same(range(first, first + 3))}])
-    assert world.h.step._cache_size() == 1
+    assert world.h.traces == [1]
     world.release([range(16)])
     store(world, [9, 2, 15])
     assert world.resident() == {9, 2, 15}
@@ -169,8 +171,10 @@ def test_the_world_catches_broken_placements(broken, monkeypatch):
         world.release([range(16)])
 
 
-def test_pool_layers_are_numbered_within_their_group():
-    world = small_world(("gpu_only", None))
-    group = world.groups[0]
-    with pytest.raises(IndexError, match="expected 0 to 0"):
-        pool.read(group, 2, group.mapping.location[0])
+def test_f20_layers_are_numbered_within_their_group():
+    """The model's layer 2 is number 1 of a group of two."""
+    group = pool.init(2, RowFormat("fp32", LATENT, ROPE), 4, 4, 0)
+    slots = jnp.zeros(1, jnp.int32)
+    assert pool.read(group, 1, slots)[0].shape == (1, LATENT + ROPE)
+    with pytest.raises(IndexError, match="layer: expected 0 to 1"):
+        pool.read(group, 2, slots)

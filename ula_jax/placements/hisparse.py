@@ -28,7 +28,7 @@ from ula_jax.policies.base import Policy, Touch
 from ula_jax.pool import Group
 from ula_jax.spec import Budget, Capacity, KVSpec
 from ula_jax.striping import Striping
-from ula_jax.types import EMPTY, NOWHERE, Lanes, Slots
+from ula_jax.types import EMPTY, Lanes, Slots
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,17 @@ class HiSparse:
     exclusive: ClassVar[bool] = False
 
     def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
+        least = min(spec.topk + 1, spec.max_context)
         buffer = self.buffer or min(3 * spec.topk, spec.max_context)
+        if buffer < least:
+            raise ValueError(
+                f"hisparse: expected a buffer of at least {least} rows (one selection and the new row), found {buffer}; "
+                "raise the buffer"
+            )
         check_room("hisparse", min(buffer, budget.device // (spec.row_bytes + spec.index_bytes)), spec, budget)
         per_request = buffer * spec.row_bytes + spec.table_width * spec.page_size * spec.index_bytes
         host = whole_pages(budget.host // spec.row_bytes, spec)
-        quotas = min(budget.device // per_request, host // min(spec.page_size, host) if host else 0)
+        quotas = min(budget.device // per_request, host // spec.page_size)
         if quotas < 1:
             raise ValueError(
                 f"hisparse: expected room for one request of {spec.max_context} tokens: {per_request} device bytes and "
@@ -149,15 +155,8 @@ class HiSparse:
         return attend_rows(query, rows, readable.valid)
 
     def release(self, group: Group, addresses: Slots) -> Group:
-        mapping, buffer = group.mapping, self._buffer(group)
-        slots = maps.device_slot(maps.locate(mapping, addresses))
-        nothing = jnp.full_like(addresses, EMPTY)
-        mapping = replace(
-            mapping,
-            location=maps.store(mapping.location, addresses, jnp.full_like(addresses, NOWHERE)),
-            device_address=maps.store(mapping.device_address, slots, nothing),
-            host_address=maps.store(mapping.host_address, addresses, nothing),
-        )
+        buffer = self._buffer(group)
+        slots, mapping = maps.forget_copies(group.mapping, addresses)
         quota = jnp.arange(mapping.device_address.size // buffer)[:, None]
         own = jnp.where((slots >= 0) & (slots // buffer == quota), slots % buffer, EMPTY)
         return replace(group, mapping=mapping, policy=jax.vmap(self.policy.forget)(group.policy, own))
