@@ -49,9 +49,9 @@ class Config:
     modes: tuple[Mode, ...] = ("tp", "dp")
     policy: str | None = None
     """Replacement policy of the placements that take one; None: each one's own."""
-    budget_device: int = 1_600_000
-    budget_host: int = 2_600_000
-    prompt: int = 480
+    budget_device: int = 1_200_000
+    budget_host: int = 2_000_000
+    prompt: int = 352
     """Bytes of each prompt."""
     new_tokens: int = 32
     rows: FormatName = "fp32"
@@ -142,12 +142,13 @@ def smoke(config: Config) -> Config:
 
 
 def plan(config: Config) -> list[Row]:
-    """gpu_only first, then the others; exclusive tiers also without host memory, to show striping alone."""
+    """gpu_only first, then the others; `ula` under TP also without host memory, to show striping alone."""
     names = ("gpu_only", *(name for name in config.placements if name != "gpu_only"))
     rows = []
     for mode in config.modes:
         for name in names:
-            hosts = (0, config.budget_host) if name == "ula" and config.budget_host else (config.budget_host,)
+            alone = name == "ula" and mode == "tp" and config.budget_host
+            hosts = (0, config.budget_host) if alone else (config.budget_host,)
             hosts = (0,) if name == "gpu_only" else hosts
             rows += [Row(name, mode, config.devices, config.budget_device, host) for host in hosts]
     return rows

@@ -5,3 +5,12 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("PJRT_NPROC", "32")  # JAX 0.10.2 deadlocks with eight devices on two cores without it
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests marked `gpu` run only where JAX has a GPU: JAX_PLATFORMS=cuda pytest -m gpu."""
+    if os.environ["JAX_PLATFORMS"] != "cpu":
+        return
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if item not in needs_gpu]
+    config.hook.pytest_deselected(items=needs_gpu)

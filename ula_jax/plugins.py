@@ -1,27 +1,67 @@
-"""Looking up a registered class by name, or one from a file outside the tree."""
+"""Policies and placements by name, or from a file outside the tree, with parameters."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
 
 
-def load(kind: str, known: dict[str, Any], name: str) -> Any:
-    """`known[name]`, or the class of `path.py:Class`."""
-    if name in known:
-        return known[name]
-    path, colon, attribute = name.rpartition(":")
-    if not colon or not path.endswith(".py"):
+def make(kind: str, known: dict[str, type], spec: str, **given: Any) -> Any:
+    """An object from `name`, `path.py:Class`, or either followed by `:parameter=value,...`; `given` goes along.
+
+    Raises ValueError for an unknown name, file, class, parameter or value.
+    """
+    name, _, rest = spec.partition(":")
+    if name.endswith(".py"):
+        class_name, _, rest = rest.partition(":")
+        cls = _from_file(kind, Path(name), class_name)
+    elif name in known:
+        cls = known[name]
+    else:
         raise ValueError(
-            f"{kind}: expected one of {', '.join(sorted(known))} or path.py:Class, found {name!r}; choose one of them"
+            f"{kind}: expected one of {sorted(known)} or 'path.py:Class', found {name!r} in {spec!r}; choose one of them"
         )
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"{kind}: expected a Python file before the colon of {name!r}, found none at {path}")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    return cls(**_parameters(kind, cls, rest, spec), **given)
+
+
+def _from_file(kind: str, path: Path, class_name: str) -> type:
+    if not path.is_file():
+        raise ValueError(f"{kind}: expected a Python file, found nothing at {path}; check the path")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if not hasattr(module, attribute):
-        raise ValueError(f"{kind}: expected a class {attribute} in {path}, found none; check the name")
-    return getattr(module, attribute)
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
+        classes = sorted(n for n, c in vars(module).items() if isinstance(c, type) and dataclasses.is_dataclass(c))
+        raise ValueError(
+            f"{kind}: expected a dataclass of {path} ({classes}), found {class_name!r}; write path.py:Class"
+        )
+    return found
+
+
+def _parameters(kind: str, cls: type, text: str, spec: str) -> dict[str, Any]:
+    """`a=1,b=x` as keyword arguments, each value read as the type of the field's default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+    values: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        name, _, value = item.partition("=")
+        if name not in defaults or not value:
+            raise ValueError(f"{kind} {spec!r}: expected parameter=value of {sorted(defaults)}, found {item!r}")
+        try:
+            values[name] = _read(value, defaults[name])
+        except ValueError as error:
+            wanted = type(defaults[name]).__name__
+            raise ValueError(f"{kind} {spec!r}: expected {name} to be of type {wanted}, found {value!r}") from error
+    return values
+
+
+def _read(value: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        if value.lower() not in ("true", "false"):
+            raise ValueError(value)
+        return value.lower() == "true"
+    if default is None:  # an optional number
+        return int(value)
+    return type(default)(value) if isinstance(default, int | float | str) else value

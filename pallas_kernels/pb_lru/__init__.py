@@ -14,7 +14,7 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels.dispatch import choose, needs
 from pallas_kernels.pb_lru import reference, triton
-from pallas_kernels.pb_lru.buckets import EMPTY, MAX_ROUNDS, Buckets, bucket_of, create
+from pallas_kernels.pb_lru.buckets import EMPTY, MAX_ROUNDS, Buckets, audit, bucket_of, create
 from pallas_kernels.pb_lru.reference import forget, rotate, touch
 
 PREFER = ("reference",)
@@ -40,4 +40,4 @@ def evict(
     return triton.evict(state, count, limit, interpret=chosen == "triton_interpret")
 
 
-__all__ = ["EMPTY", "MAX_ROUNDS", "Buckets", "bucket_of", "create", "evict", "forget", "rotate", "touch"]
+__all__ = ["EMPTY", "MAX_ROUNDS", "Buckets", "audit", "bucket_of", "create", "evict", "forget", "rotate", "touch"]

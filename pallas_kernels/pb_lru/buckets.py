@@ -109,3 +109,19 @@ def bucket_of(state: Buckets, slots: Int32[Array, " n"]) -> Int32[Array, " n"]:
     found = jnp.where(holds(state.cold), state.cold, found)
     found = jnp.where(holds(ring), ring, found)
     return jnp.where(slots < 0, EMPTY, found)
+
+
+def audit(state: Buckets) -> None:
+    """AssertionError unless every slot is in exactly one bucket and the summaries are exact. Runs on the host."""
+    bits = np.asarray(state.bits)
+    members = np.unpackbits(np.ascontiguousarray(bits, "<u4").view(np.uint8), axis=1, bitorder="little")
+    held = members.sum(axis=0)
+    slots = state.label.shape[0]
+    assert np.all(held[:slots] == 1), f"slots in no or several buckets: {np.flatnonzero(held[:slots] != 1)[:32].tolist()}"
+    assert not held[slots:].any(), "bits beyond the last slot"
+    below = bits
+    for level in state.summaries:
+        nonzero = np.pad(below != 0, ((0, 0), (0, -below.shape[1] % 32)))
+        expected = np.packbits(nonzero, axis=1, bitorder="little").view("<u4")
+        assert np.array_equal(np.asarray(level), expected), "a summary does not match the level below"
+        below = np.asarray(level)

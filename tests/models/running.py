@@ -27,9 +27,13 @@ def oracle(family):
         return {name: stored[name] for name in stored.files}
 
 
-@functools.cache
 def load(family, mode="tp", size=1, **changes):
     """(model, mesh) of a golden checkpoint, with its MTP layer where it has one."""
+    return _load(family, mode, size, **changes)
+
+
+@functools.cache
+def _load(family, mode, size, **changes):
     mesh, mtp = make_mesh(size), family != "deepseek_v2"
     return load_checkpoint(GOLDEN / family, mesh, Parallel(mode, size), mtp=mtp, **changes), mesh
 
@@ -77,9 +81,13 @@ def forward(model, mesh, tokens, positions=None, valid=None):
     return SimpleNamespace(**_forward(model, mesh)(tokens, positions, valid))
 
 
-@functools.cache
 def golden_forward(family, mode="tp", size=1):
     """The full forward of a golden prompt. Under DP the two requests are repeated until every device has one."""
+    return _golden_forward(family, mode, size)
+
+
+@functools.cache
+def _golden_forward(family, mode, size):
     repeats = max(size // 2, 1) if mode == "dp" else 1
     return forward(*load(family, mode, size), np.tile(oracle(family)["input_ids"], (repeats, 1)))
 

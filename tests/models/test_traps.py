@@ -1,6 +1,6 @@
 """One test for every way in which such a port is known to go wrong; each breaks the thing and sees parity fail.
 
-The numbers are those of the list in docs/models.md, kept so that a new finding gets a new number.
+Their numbers are names: a new finding gets a new one, and those missing belong to families that are not supported.
 """
 
 import dataclasses

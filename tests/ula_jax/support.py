@@ -236,7 +236,8 @@ class World:
     def resident(self, group=0, device=0):
         """Addresses whose row is in a slot of the device, in all of its pool."""
         stripe = self.h.stripe
-        return {int(a) * stripe + device % stripe for a in np.flatnonzero(self.locations(self.groups[group])[device] >= 0)}
+        here = np.flatnonzero(self.locations(self.groups[group])[device] >= 0)
+        return set((here * stripe + device % stripe).tolist())
 
     def _rank(self, device):
         return 0 if self.h.tp else device

@@ -163,12 +163,16 @@ class Leaky(GpuOnly):
 def test_the_world_catches_broken_placements(broken, monkeypatch):
     monkeypatch.setitem(PLACEMENTS, "broken", broken)
     world = World(Harness("broken", None, "dp", 1, "fp32", **SMALL))
-    with pytest.raises(AssertionError):
+
+    def use():
         for address in range(16):
             world.step([{0: Want.same(range(max(0, address - 2), address + 1), new=[address])}])
             if address > 8:
                 world.step([{0: Want.same(range(3))}])
         world.release([range(16)])
+
+    with pytest.raises(AssertionError):
+        use()
 
 
 def test_f20_layers_are_numbered_within_their_group():

@@ -42,7 +42,7 @@ def test_a_placement_from_a_file_gets_its_parameters(tmp_path):
     found = make_placement(f"{file}:Mine", Parallel("dp", 2), knob=3)
     assert isinstance(found, GpuOnly)
     assert (found.knob, found.parallel) == (3, Parallel("dp", 2))
-    with pytest.raises(ValueError, match="placement: expected one of gpu_only, .* found 'gpu'"):
+    with pytest.raises(ValueError, match=r"placement: expected one of gpu_only, .* found 'gpu'"):
         make_placement("gpu", Parallel())
 
 
@@ -51,6 +51,6 @@ def test_layouts_that_cannot_be(unchecked):
         Parallel("pp")
     with pytest.raises(ValueError, match="devices: expected at least 1, found 0"):
         Parallel("tp", 0)
-    with pytest.raises(ValueError, match="expected 1 to 8.*found 9.*device_count=9"):
+    with pytest.raises(ValueError, match=r"expected 1 to 8.*found 9.*device_count=9"):
         make_mesh(9)
     assert make_mesh(4).shape == {"kv": 4}

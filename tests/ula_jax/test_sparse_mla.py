@@ -43,7 +43,7 @@ def test_f1_a_first_tile_of_padding_equals_dense_over_the_rest():
 
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan, 3e38])
 def test_f2_a_row_of_padding_beside_a_valid_one(poison):
-    """Rows that are not selected hold poison: output 0 where nothing is selected, the neighbour unchanged to the bit."""
+    """Rows that are not selected hold poison: output 0 where nothing is, the neighbour unchanged to the bit."""
     query, rows = inputs(2, 2, TILE)
     valid = np.random.default_rng(1).random((2, 2, TILE)) < 0.5
     valid[0, 1] = valid[1, 0] = False

@@ -33,7 +33,11 @@ class Touch:
 
 @runtime_checkable
 class Policy(Protocol[S]):
-    """A frozen, hashable dataclass of parameters; all state is in the pytree `S`."""
+    """A frozen, hashable dataclass of parameters; all state is in the pytree `S`.
+
+    A policy may also have `audit(state, occupied)`: `ula_jax.verify` then calls it with numpy arrays, and it raises
+    AssertionError if its books disagree with themselves or with the occupied slots.
+    """
 
     def init(self, num_slots: int) -> S:
         """State in which every slot is free."""

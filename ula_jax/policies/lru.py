@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ula_jax.policies.base import Touch
 from ula_jax.types import EMPTY, Array, Int32, Scalar, Slots
@@ -44,6 +45,12 @@ class LRU:
 
     def forget(self, state: LRUState, slots: Slots) -> LRUState:
         return LRUState(_stamp(state.stamp, slots, FREE), state.round)
+
+    def audit(self, state: LRUState, occupied: np.ndarray) -> None:
+        """AssertionError unless free are the slots that are not occupied and no slot is between two buckets."""
+        stamp = np.asarray(state.stamp)
+        assert np.array_equal(stamp == FREE, ~occupied), f"free slots are {np.flatnonzero(stamp == FREE)[:32].tolist()}"
+        assert not np.any(stamp == ABSENT), "a slot was evicted and not used"
 
 
 def _stamp(stamp: Int32[Array, " slots"], slots: Slots, value: int | Scalar) -> Int32[Array, " slots"]:

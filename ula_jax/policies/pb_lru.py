@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+import numpy as np
+
 from pallas_kernels import pb_lru
 from ula_jax.policies.base import Touch
 from ula_jax.types import Array, Int32, Scalar, Slots
@@ -36,3 +39,9 @@ class PBLRU:
 
     def forget(self, state: pb_lru.Buckets, slots: Slots) -> pb_lru.Buckets:
         return pb_lru.forget(state, slots)
+
+    def audit(self, state: pb_lru.Buckets, occupied: np.ndarray) -> None:
+        """AssertionError unless every slot is in exactly one bucket, free are those not occupied, summaries match."""
+        pb_lru.audit(state)
+        in_free = np.asarray(pb_lru.bucket_of(state, jnp.arange(occupied.size, dtype=jnp.int32))) == state.free
+        assert np.array_equal(in_free, ~occupied), f"free slots are {np.flatnonzero(in_free)[:32].tolist()}"

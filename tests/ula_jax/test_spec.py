@@ -1,0 +1,155 @@
+"""Sizes and capacities against numbers worked out by hand."""
+
+import itertools
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+
+from ula_jax.parallel import Parallel
+from ula_jax.placements import PLACEMENTS, make_placement
+from ula_jax.rows import RowFormat
+from ula_jax.spec import Budget, Capacity, KVSpec
+
+# 24 bytes a row and layer, 72 a token; index keys of 16 bf16 numbers in two groups: 64 a token.
+SPEC = KVSpec(((0,), (1, 2)), RowFormat("bf16", 8, 4), topk=8, index_dim=16, page_size=16, max_context=64)
+
+
+def test_sizes_of_one_token():
+    assert (SPEC.num_layers, SPEC.table_width, SPEC.row_bytes, SPEC.index_bytes) == (3, 4, 72, 64)
+    assert SPEC.index_dtype == jnp.bfloat16
+    exact = KVSpec(SPEC.groups, RowFormat("fp32", 8, 4), 8, 16, 16, 65)
+    assert (exact.table_width, exact.row_bytes, exact.index_bytes) == (5, 144, 128)
+    assert KVSpec(SPEC.groups, SPEC.row, 64, 0, 16, 64).index_bytes == 0
+
+
+def test_spec_of_a_model():
+    class Model:
+        layer_groups = ((0,), (1, 2))
+        has_indexer = True
+        index_topk, index_head_dim, kv_lora_rank, qk_rope_head_dim = 2048, 128, 512, 64
+
+    class Dense(Model):
+        has_indexer = False
+
+    sparse = KVSpec.of(Model(), rows="fp8", page_size=64, max_context=131072)
+    assert (sparse.topk, sparse.index_dim, sparse.row.nbytes, sparse.row_bytes) == (2048, 128, 656, 1968)
+    assert KVSpec.of(Model(), max_context=100).topk == 100
+    dense = KVSpec.of(Dense(), max_context=100)
+    assert (dense.topk, dense.index_dim) == (100, 0)
+
+
+def test_rows_needed_is_the_worst_case():
+    assert SPEC.rows_needed(64) == 9  # eight selected and the new one
+    assert SPEC.rows_needed(5) == 5  # the new one is among the five
+    assert SPEC.rows_needed(64, tokens=4) == 36
+    assert SPEC.rows_needed(30, tokens=4) == 30
+    assert SPEC.rows_needed(64, stripe=8) == 8  # a stripe owns no more than these
+    assert SPEC.rows_needed(65, stripe=8) == 9
+    assert SPEC.rows_needed(640, stripe=8) == 9
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("tp", 1), ("dp", 8)])
+def test_gpu_only_holds_whole_pages_of_rows_and_keys(mode, ranks):
+    found = make_placement("gpu_only", Parallel(mode, 8)).capacity(SPEC, Budget(device=100 * (72 + 64), host=10**6))
+    assert found == Capacity(SPEC, ranks, addresses=96, device_slots=96, host_slots=0)
+    assert found.tokens == 96 * ranks
+    assert found.requests(48) == 2 * ranks
+    assert found.fits([48, 48])
+    assert not found.fits([48, 33, 16])  # 3 + 3 + 1 pages
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("tp", 1), ("dp", 8)])
+def test_hisparse_holds_a_buffer_a_request_and_the_history_on_the_host(mode, ranks):
+    """24 rows of 72 and 64 keys of 64 bytes a request: 5824 of 20,000 device bytes go three times. 200 host rows are
+    twelve pages; the 14,816 bytes beside the buffers hold keys of 231."""
+    placement = make_placement("hisparse", Parallel(mode, 8))
+    found = placement.capacity(SPEC, Budget(device=20_000, host=200 * 72))
+    assert found == Capacity(SPEC, ranks, addresses=192, device_slots=72, host_slots=192, quotas=3)
+    assert found.requests(64) == 3 * ranks
+    assert found.requests(16) == 3 * ranks
+    assert found.fits([16] * 3)
+    assert not found.fits([16] * 4)  # no fourth buffer
+    more = placement.capacity(SPEC, Budget(device=20_000, host=1000 * 72))
+    assert more.addresses == 224  # no keys for a fifteenth page
+
+
+def test_ula_adds_the_tiers_up():
+    """20,000 device bytes, keys of 200 host rows taken off: 7200 hold 52 rows with their keys."""
+    alone = make_placement("ula", Parallel("dp", 8)).capacity(SPEC, Budget(device=20_000, host=200 * 72))
+    assert alone == Capacity(SPEC, 8, addresses=240, device_slots=52, host_slots=188, working_set=52)
+    assert alone.requests(64) == 3 * 8
+    assert alone.requests(16) == 5 * 8  # five selections of nine in 52 rows
+    assert alone.fits([64] * 3)
+    assert not alone.fits([64] * 4)
+    assert alone.fits([16] * 5)
+    assert not alone.fits([16] * 6)
+    long = replace(SPEC, max_context=640)
+    striped = make_placement("ula", Parallel("tp", 8)).capacity(long, Budget(device=20_000, host=200 * 72))
+    assert striped == Capacity(long, 1, addresses=2016, device_slots=52, host_slots=200, stripe=8, working_set=52)
+    assert striped.requests(640) == 3
+    assert striped.requests(64) == 6  # 2016 addresses would hold 31; 8 rows each of one device's 52
+    everything = make_placement("ula", Parallel("dp", 1)).capacity(SPEC, Budget(device=20_000))
+    assert everything == Capacity(SPEC, 1, addresses=144, device_slots=144, host_slots=0, working_set=None)
+
+
+def test_ula_leaves_host_rows_unused_that_no_step_could_reach():
+    """Keys of host rows take room that selections need. Of 1000 host rows 231 are used (then whole pages), so that
+    the 38 device slots serve as many selections of nine as there are contexts of 64. Striped over eight devices any
+    64 tokens may be selected as a whole: no host row helps."""
+    budget = Budget(device=20_000, host=1000 * 72)
+    alone = make_placement("ula", Parallel("dp", 1)).capacity(SPEC, budget)
+    assert (alone.device_slots, alone.host_slots, alone.addresses) == (38, 218, 256)
+    assert alone.requests(64) == 38 // 9 == 256 // 64
+    striped = make_placement("ula", Parallel("tp", 8)).capacity(SPEC, budget)
+    assert (striped.device_slots, striped.host_slots, striped.addresses) == (146, 0, 8 * 146)
+
+
+def test_f18_a_stripe_holds_what_one_rank_cannot():
+    spec = KVSpec(((0,),), RowFormat("bf16", 8, 4), topk=8, index_dim=0, page_size=4, max_context=320)
+    found = make_placement("ula", Parallel("tp", 4)).capacity(spec, Budget(device=20 * 24, host=80 * 24))
+    assert (found.device_slots + found.host_slots, found.addresses) == (100, 400)
+    assert found.fits([300])
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_capacity_never_exceeds_the_budget(name):
+    """Over many budgets: whole pages, rows and index keys within the bytes, no slot without an address."""
+    accepted = 0
+    layouts = (("dp", 1), ("tp", 2), ("tp", 8))
+    for (mode, devices), topk, page, keys in itertools.product(layouts, (4, 40), (8, 16), (0, 16)):
+        spec = KVSpec(SPEC.groups, SPEC.row, topk, keys, page, 40)
+        placement = make_placement(name, Parallel(mode, devices))
+        for device, host in itertools.product(range(16, 300, 17), (0, 1, 20, 63, 200)):
+            budget = Budget(device * 72 + 7, host * 72)
+            try:
+                found = placement.capacity(spec, budget)
+            except ValueError:
+                continue
+            accepted += 1
+            held = found.addresses // found.stripe
+            assert found.addresses % page == 0
+            assert found.fits([1])
+            assert found.device_slots * 72 + held * spec.index_bytes <= budget.device
+            assert found.host_slots * 72 <= budget.host
+            assert found.device_slots + found.host_slots >= held
+    assert accepted > 200
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("rows", [1, 8, 15])
+def test_a_budget_below_one_page_or_one_selection_is_refused(name, rows):
+    spec = KVSpec(SPEC.groups, SPEC.row, 8 if rows < 9 else 4, 0, 16, 64)
+    with pytest.raises(ValueError, match=f"{name}: .*budget"):
+        make_placement(name, Parallel("dp", 1)).capacity(spec, Budget(rows * 72))
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(ValueError, match="expected device bytes above 0 and host bytes at least 0, found device 0"):
+        Budget(0)
+    with pytest.raises(ValueError, match="found device 1, host -1"):
+        Budget(1, -1)
+    with pytest.raises(ValueError, match="page_size and max_context of at least 1, found 0 and 64"):
+        KVSpec(SPEC.groups, SPEC.row, 8, 16, 0, 64)
+    with pytest.raises(ValueError, match="page_size: expected a multiple of the 3 devices of a stripe, found 16"):
+        make_placement("ula", Parallel("tp", 3)).capacity(SPEC, Budget(10**6))
