@@ -1,9 +1,11 @@
 """The invariants of a placement's state (docs/design.md), checked on the host in numpy."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ula_jax.history import KVState
@@ -73,15 +75,19 @@ def _check_device(where: str, placement: Placement, group: Group, live: np.ndarr
 
 def _check_policy(where: str, policy: Any, state: Any, occupied: np.ndarray) -> None:
     """The policy's own invariants; one state a pool, or one for each of a pool's equal parts (quotas)."""
-    scalar = [leaf.ndim for leaf in jax.tree.leaves(jax.eval_shape(lambda: policy.init(1)))]
-    leaves = jax.tree.leaves(state)
-    parts = leaves[0].shape[0] if leaves[0].ndim > scalar[0] else None
+    first = jax.tree.leaves(state)[0]
+    parts = first.shape[0] if first.ndim > _rank_of_first_leaf(policy) else None
     states = [state] if parts is None else [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(parts)]
     for part, (one, mask) in enumerate(zip(states, occupied.reshape(len(states), -1), strict=True)):
         try:
-            policy.audit(one, mask)
+            policy.audit(jax.tree.map(jnp.asarray, one), mask)
         except AssertionError as wrong:
             raise InvariantError(f"{where}, pool part {part}: policy: {wrong}") from wrong
+
+
+@cache
+def _rank_of_first_leaf(policy: Any) -> int:
+    return jax.tree.leaves(jax.eval_shape(lambda: policy.init(1)))[0].ndim
 
 
 def _local(placement: Placement, live: list[np.ndarray], device: int) -> np.ndarray:
