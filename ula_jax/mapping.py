@@ -6,6 +6,7 @@ an index list is dropped. Free host slots are a stack; free device slots are the
 
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.pytree import pytree
@@ -40,7 +41,8 @@ def lookup(table: Int32[Array, " size"], index: Addresses, missing: int) -> Addr
     """table[index], `missing` where index is EMPTY."""
     if not table.size:  # JAX cannot gather from nothing, as when there is no host tier
         return jnp.full_like(index, missing)
-    return table.at[index].get(mode="fill", fill_value=missing, wrap_negative_indices=False)
+    found = table.at[index].get(mode="fill", fill_value=missing, wrap_negative_indices=False)
+    return jax.lax.optimization_barrier(found)  # fused into a later write of the table, it would cost a copy of it
 
 
 def store(table: Int32[Array, " size"], index: Slots, values: Slots) -> Int32[Array, " size"]:

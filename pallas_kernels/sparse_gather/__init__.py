@@ -5,9 +5,9 @@ anywhere: it reads as a row of zeros and drops the row on a write. Slots of one 
 repeat a slot.
 
 A write happens in place if the caller donates the pool (or carries it through a scan) and if it cannot run
-before an earlier read of the same pool; otherwise XLA copies the pool. The order is safe where the written
-rows come from the read ones, and otherwise after `rows, read = jax.lax.optimization_barrier((rows, read))`,
-which XLA:CPU of JAX 0.10 ignores (it then copies).
+before an earlier read of the same pool; otherwise XLA copies the pool. What makes the order safe on a GPU is
+`rows, read = jax.lax.optimization_barrier((rows, read))` between the two, even where the written rows come from the
+read ones (XLA fuses the read into the write). XLA:CPU of JAX 0.10 ignores the barrier, and copies.
 
 `implementation`: `auto`, `reference` (jnp, any platform), `mosaic` (Pallas Mosaic GPU, Hopper and newer) or
 `mosaic_interpret` (the same kernel in the CPU interpreter: slow, for tests).

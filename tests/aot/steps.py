@@ -51,8 +51,10 @@ class Step:
 
     @property
     def sizes(self) -> set[tuple[str, int]]:
-        """(dtype, elements) of each pool, and of one layer of it."""
+        """(dtype, elements) of each pool, of one layer of it, and of the maps."""
         keys = {(s.dtype, s.size) for s in self.pools}
+        mapping = self.runner.state.groups[0].mapping
+        keys |= {("s32", table[0].size) for table in (mapping.location, mapping.device_address) if table[0].size}
         return keys | {(s.dtype, s.size // s.dims[1]) for s in self.pools if len(s.dims) == 4}
 
     @property

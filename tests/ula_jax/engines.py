@@ -15,13 +15,13 @@ from ula_jax.spec import Budget, KVSpec
 ORACLE = Path(__file__).parents[1] / "golden" / "oracle"
 
 SMALL = dict(
-    model_type="glm_moe_dsa", vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
+    model_type="glm_moe_dsa", vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
     q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12, intermediate_size=48,
     moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
     norm_topk_prob=True, routed_scaling_factor=2.5, first_k_dense_replace=1, rms_norm_eps=1e-5, rope_theta=1e4,
     index_topk=16, index_head_dim=16, index_n_heads=8, index_topk_freq=4, index_skip_topk_offset=2,
 )  # fmt: skip
-"""Four layers in two groups: {0}, {1, 2, 3}."""
+"""Three layers in two groups: {0}, {1, 2}; the last two with experts."""
 
 
 @cache
