@@ -13,7 +13,7 @@ test: $(VENV)/.installed
 
 lint: $(VENV)/.linted
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -97,6 +97,8 @@ def run(config: Config) -> dict[str, Any]:
     spec = KVSpec.of(
         model_config, rows=config.rows, page_size=config.page_size, max_context=config.prompt + config.new_tokens
     )
+    for mode in config.modes:
+        model_config.check(Parallel(mode, config.devices))
     rows = plan(config)
     capacities = [capacity(row, spec, config) for row in rows]
     context = config.prompt + config.new_tokens

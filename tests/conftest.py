@@ -3,8 +3,8 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the tests' time is compiling, and LLVM's optimiser is half of that. It sees XLA's finished program: fusions and
-# the order of arithmetic are the same without it. `.ci/run` sets XLA_FLAGS and so tests once with it, on the newest JAX.
+# Most of the tests' time is compiling, and LLVM's optimiser is half of that. It sees XLA's finished program: fusions
+# and the order of sums are the same without it. `.ci/run` sets XLA_FLAGS and so tests with it too, on the newest JAX.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
 os.environ.setdefault("PJRT_NPROC", "32")  # JAX 0.10.2 deadlocks with eight devices on two cores without it
 

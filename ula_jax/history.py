@@ -65,6 +65,7 @@ class History:
         self._place = {layer: (g, i) for g, layers in enumerate(spec.groups) for i, layer in enumerate(layers)}
         striped = placement.striping.devices > 1
         self._rank = jax.lax.axis_index(placement.parallel.axis) if striped else 0
+        self._table = jnp.asarray(batch.page_table)
         self._new = jnp.where(batch.valid, self._address(batch.positions), EMPTY)
 
     def select(
@@ -75,7 +76,7 @@ class History:
         key: Float32[Array, "batch steps dim"],
     ) -> None:
         """Store the tokens' index keys, score every position, and make the best `topk` readable for this group."""
-        striping, table = self.placement.striping, self.batch.page_table
+        striping, table = self.placement.striping, self._table
         keys = index_keys.append(self.index_keys[group], self._new, key, striping, self._rank)
         self.index_keys[group] = keys
         scores = index_keys.scores(keys, table, self.spec.page_size, query, weights, striping, self._rank)
@@ -118,7 +119,7 @@ class History:
         self.selected[group] = positions
         flat = positions.reshape(positions.shape[0], -1)
         addresses = jnp.where(flat >= 0, self._address(jnp.maximum(flat, 0)), EMPTY).reshape(positions.shape)
-        selection = Selection(addresses, self._new, self.batch.requests)
+        selection = Selection(addresses, self._new, jnp.asarray(self.batch.requests))
         readable, self.groups[group], counters = self.placement.resolve(self.groups[group], selection)
         self._readable[group], self.counters[group] = readable, counters
 
@@ -126,4 +127,4 @@ class History:
         return positions <= self.batch.positions[..., None]
 
     def _address(self, positions: Int32[Array, "batch n"]) -> Int32[Array, "batch n"]:
-        return index_keys.address(self.batch.page_table, self.spec.page_size, positions)
+        return index_keys.address(self._table, self.spec.page_size, positions)

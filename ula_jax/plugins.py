@@ -19,7 +19,8 @@ def make(kind: str, known: dict[str, type], spec: str, **given: Any) -> Any:
         cls = known[name]
     else:
         raise ValueError(
-            f"{kind}: expected one of {sorted(known)} or 'path.py:Class', found {name!r} in {spec!r}; choose one of them"
+            f"{kind}: expected one of {sorted(known)} or 'path.py:Class', found {name!r} in {spec!r}; "
+            "choose one of them"
         )
     return cls(**_parameters(kind, cls, rest, spec), **given)
 

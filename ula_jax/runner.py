@@ -84,7 +84,7 @@ class Runner:
             else:
                 hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
                 final = every = decoder.logits(hidden)[:, 0]
-            tokens = sample(final, sampling, batch.start + batch.count)
+            tokens = sample(final, sampling, jnp.asarray(batch.start + batch.count))
             state, counters = history.finish()
             selected = tuple(history.selected[g] for g in sorted(history.selected)) if trace else ()
             return _expand((tokens, every, selected)), counters[None], _expand(state)

@@ -117,7 +117,8 @@ def audit(state: Buckets) -> None:
     members = np.unpackbits(np.ascontiguousarray(bits, "<u4").view(np.uint8), axis=1, bitorder="little")
     held = members.sum(axis=0)
     slots = state.label.shape[0]
-    assert np.all(held[:slots] == 1), f"slots in no or several buckets: {np.flatnonzero(held[:slots] != 1)[:32].tolist()}"
+    stray = np.flatnonzero(held[:slots] != 1)
+    assert not stray.size, f"slots in no or several buckets: {stray[:32].tolist()}"
     assert not held[slots:].any(), "bits beyond the last slot"
     below = bits
     for level in state.summaries:

@@ -160,13 +160,15 @@ def harness(name, policy, mode, devices, fmt, **options):
 
 
 class World:
-    """A placement's state beside a table of the rows that were stored; every step compares the two.
+    """A placement's state beside a table of the rows that were stored; every step compares what was read.
 
     The table, the live addresses and all expected values are plain numpy; a rank's addresses belong to it alone.
     """
 
-    def __init__(self, harness, seed=0):
-        self.h, self.rng = harness, np.random.default_rng(seed)
+    def __init__(self, harness):
+        self.h, self.rng = harness, np.random.default_rng(0)
+        self.every = 3 if harness.devices == 8 else 1
+        """Invariants are checked after so many steps, and after every release."""
         self.groups = harness.start()
         size, fmt = harness.capacity.addresses, harness.spec.row
         self.words = [[np.zeros((harness.ranks, size, w), np.uint32) for w in fmt.lanes] for _ in range(LAYERS)]
@@ -205,8 +207,9 @@ class World:
                 self._compare(layer, selected[group], words[layer], outputs[layer], query[layer])
             for device in range(h.devices):
                 self._compare_counters(device, before[group][device], selected[group], new, counters[device, group])
-        self.check()
         self.outputs.append(outputs)
+        if len(self.outputs) % self.every == 0:
+            self.check()
         return counters
 
     def release(self, addresses):

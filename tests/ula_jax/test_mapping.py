@@ -1,5 +1,7 @@
 """The map of one device against a dictionary, under random moves."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,7 @@ def test_random_moves_equal_a_dictionary(seed):
                     assert slot not in host.values(), "handed out twice"
                     host[address] = slot
                     gone = jnp.where(ints(device.pop(address)) >= 0, ints(-1), 0)
-                    mapping = maps.replace(
+                    mapping = replace(
                         mapping,
                         device_address=maps.store(mapping.device_address, mapping.location[ints(address)], gone),
                     )

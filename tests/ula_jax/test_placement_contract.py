@@ -33,7 +33,7 @@ def told(kind, layout):
 
 @pytest.mark.parametrize(("kind", "layout"), CASES, ids=[name_of(*case) for case in CASES])
 def test_a_random_story_reads_back_what_it_stored(kind, layout):
-    """The world checks rows, attention, counters and invariants after every step."""
+    """The world checks rows, attention, counters and invariants; the outputs are those of `gpu_only` to the bit."""
     for outputs, reference in zip(told(kind, layout), told(("gpu_only", None), layout), strict=True):
         for one, other in zip(outputs, reference, strict=True):
             np.testing.assert_array_equal(one[0], other[0])

@@ -93,7 +93,7 @@ def test_a_life_of_allocating_appending_selecting_and_freeing(name):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=20,
+            max_examples=12,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,

@@ -1,5 +1,7 @@
 """The checker and the counts can fail: each corruption of a sound state is found."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,13 @@ import pytest
 
 from ula_jax import verify
 from ula_jax.history import KVState
-from ula_jax.mapping import put_on_device, put_on_host, replace, take_host
+from ula_jax.mapping import put_on_device, put_on_host, take_host
 from ula_jax.metrics import Residency, Totals
 from ula_jax.parallel import Parallel
 from ula_jax.placements import make_placement
 from ula_jax.placements.base import Counters
+from ula_jax.policies import make_policy
+from ula_jax.policies.lru import LRUState
 from ula_jax.pool import Group, init
 from ula_jax.rows import RowFormat
 from ula_jax.spec import KVSpec
@@ -32,10 +36,20 @@ def sound(device=2, address=(0, 1, 2, 5, 6)):
     return put_on_host(mapping, ints(*address[device:]), slots)
 
 
-def check(*mappings, mode="dp", live=(LIVE,), placement="ula"):
-    """Both groups hold the same maps, one of each device."""
-    group = Group((), (), jax.tree.map(lambda *leaves: jnp.stack(leaves), *mappings), ())
-    verify.check(make_placement(placement, Parallel(mode, len(mappings))), KVState((group, group), ()), list(live))
+def used(*slots):
+    """A policy state that counts these of four slots as used."""
+    return LRUState(jnp.full(4, -1, jnp.int32).at[ints(*slots)].set(1), jnp.int32(1))
+
+
+def check(*mappings, mode="dp", live=(LIVE,), placement="ula", policy=None):
+    """Both groups hold the same maps, one of each device; the policy agrees with the first unless given."""
+    policy = policy or used(*np.flatnonzero(mappings[0].device_address != -1))
+    if placement == "hisparse":  # one buffer, so one state
+        policy = jax.tree.map(lambda leaf: leaf[None], policy)
+    policies = jax.tree.map(lambda leaf: jnp.stack([leaf] * len(mappings)), policy)
+    group = Group((), (), jax.tree.map(lambda *leaves: jnp.stack(leaves), *mappings), policies)
+    made = make_placement(placement, Parallel(mode, len(mappings)), policy=make_policy("lru"))
+    verify.check(made, KVState((group, group), ()), list(live))
 
 
 def test_sound_states_pass():
@@ -71,6 +85,17 @@ def test_every_corruption_is_found(corruption):
         check(broken)
     with pytest.raises(verify.InvariantError, match="group 0, device 1"):
         check(sound(), broken, live=[LIVE, LIVE])
+
+
+@pytest.mark.parametrize("slots", [(), (2,), (0, 1, 2), (1, 3)])
+def test_a_policy_that_disagrees_with_the_map_is_found(slots):
+    """Device slots 1 and 2 hold rows: a leaked slot, or one that would be given away."""
+    check(sound(), policy=used(1, 2))
+    with pytest.raises(verify.InvariantError, match="group 0, device 0, pool part 0: policy: free slots are"):
+        check(sound(), policy=used(*slots))
+    absent = LRUState(used(1, 2).stamp.at[2].set(2**31 - 1), jnp.int32(1))
+    with pytest.raises(verify.InvariantError, match="evicted and not used"):
+        check(sound(), policy=absent)
 
 
 def test_an_address_on_the_wrong_device_of_a_stripe_is_found():

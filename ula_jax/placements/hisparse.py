@@ -49,7 +49,7 @@ class HiSparse:
         buffer = self.buffer or min(3 * spec.topk, spec.max_context)
         if buffer < least:
             raise ValueError(
-                f"hisparse: expected a buffer of at least {least} rows (one selection and the new row), found {buffer}; "
+                f"hisparse: expected a buffer of at least {least} rows (a selection and the new row), found {buffer}; "
                 "raise the buffer"
             )
         check_room("hisparse", min(buffer, budget.device // (spec.row_bytes + spec.index_bytes)), spec, budget)

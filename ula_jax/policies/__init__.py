@@ -18,4 +18,4 @@ def make_policy(spec: str) -> Policy:
     return policy
 
 
-__all__ = ["LRU", "POLICIES", "PBLRU", "Policy", "Touch", "make_policy"]
+__all__ = ["LRU", "PBLRU", "POLICIES", "Policy", "Touch", "make_policy"]
