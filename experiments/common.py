@@ -62,6 +62,7 @@ def environment() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "jax": jax.__version__,
         "python": platform.python_version(),
+        "platform": devices[0].platform.upper(),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "cpu": platform.processor() or platform.machine(),
     }

@@ -84,7 +84,7 @@ class Row:
     peer_bytes: int = 0
     steps: int = 0
     decoded_tokens: int = 0
-    cpu_ms_per_step: float = 0.0
+    ms_per_step: float = 0.0
     tokens_identical: bool = False
     tokens: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
@@ -206,7 +206,7 @@ def decode(row: Row, config: Config, model: Decoder, spec: KVSpec, prompts, max_
     row.admitted, row.steps, row.decoded_tokens = engine.most_running, decoding.steps, decoding.tokens
     row.device_hit_rate = decoding.device_hit_rate
     row.h2d_bytes, row.d2h_bytes, row.peer_bytes = decoding.h2d_bytes, decoding.d2h_bytes, decoding.peer_bytes
-    row.cpu_ms_per_step = float(np.median(times)) * 1e3 if times else 0.0
+    row.ms_per_step = float(np.median(times)) * 1e3 if times else 0.0
     row.tokens = {i: engine.requests[request].output for i, request in enumerate(ids)}
 
 
@@ -223,7 +223,7 @@ def print_table(result: dict[str, Any], rows: list[Row]) -> None:
     )
     headers = (
         "placement", "mode", "host MB", "admitted", "capacity", "distinct", "duplicate MB", "hit rate",
-        "H2D B/token", "D2H B/token", "peer B/token", "ms/step (CPU)", "tokens identical",
+        "H2D B/token", "D2H B/token", "peer B/token", f"ms/step ({result['platform']})", "tokens identical",
     )  # fmt: skip
     for header in headers:
         table.add_column(header, justify="left" if header in ("placement", "mode") else "right")
@@ -232,7 +232,7 @@ def print_table(result: dict[str, Any], rows: list[Row]) -> None:
         table.add_row(
             row.placement, row.mode, f"{row.budget_host / 1e6:g}", str(row.admitted), str(row.capacity_requests),
             f"{row.distinct_share:.1%}", f"{row.duplicate_bytes / 1e6:.2f}", f"{row.device_hit_rate:.1%}",
-            *(f"{b:,.0f}" for b in per_token), f"{row.cpu_ms_per_step:.1f}", "yes" if row.tokens_identical else "NO",
+            *(f"{b:,.0f}" for b in per_token), f"{row.ms_per_step:.1f}", "yes" if row.tokens_identical else "NO",
         )  # fmt: skip
     from rich.console import Console
 

@@ -22,8 +22,6 @@ GROUPS = ((0,), (1, 2))
 LAYERS = 3
 LATENT, ROPE = 8, 4
 HEADS, SCALE = 2, 0.5
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
-"""Compiler options: these programs are compiled for longer than they run."""
 
 
 def kinds(policies=()):
@@ -106,7 +104,7 @@ class Harness:
 
         make = over(lambda: _expand(self.placement.init(self.spec, self.budget)), in_specs=(), out_specs=P(AXIS))
         self.start = jax.jit(make, out_shardings=self._shardings(jax.eval_shape(make)))
-        donating = functools.partial(jax.jit, donate_argnums=0, compiler_options=QUICK)
+        donating = functools.partial(jax.jit, donate_argnums=0)
         self.step = donating(over(self._step, in_specs=(P(AXIS), *[by_rank] * 5), out_specs=P(AXIS)))
         self.release = donating(over(self._release, in_specs=(P(AXIS), by_rank), out_specs=P(AXIS)))
 
