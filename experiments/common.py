@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from rich.console import Console
+from rich.table import Table
 
 stderr = Console(stderr=True)
 
@@ -66,6 +67,11 @@ def environment() -> dict[str, Any]:
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "cpu": platform.processor() or platform.machine(),
     }
+
+
+def print_table(table: Table) -> None:
+    """On stdout, wide enough not to fold when piped."""
+    Console(width=160).print(table)
 
 
 def report(result: dict[str, Any], out: Path, name: str) -> None:

@@ -15,7 +15,7 @@ import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from experiments.common import UserError, environment, read_documents, report, stderr
+from experiments.common import UserError, environment, print_table, read_documents, report, stderr
 from models import Decoder, ModelConfig, init_model, load_checkpoint
 from ula_jax.engine import Engine, EngineConfig
 from ula_jax.parallel import Mode, Parallel, force_cpu_devices, make_mesh
@@ -214,7 +214,7 @@ def label(row: Row) -> str:
     return f"{row.mode} {row.placement}" + ("" if row.placement == "gpu_only" or row.budget_host else " (no host)")
 
 
-def print_table(result: dict[str, Any], rows: list[Row]) -> None:
+def show(result: dict[str, Any], rows: list[Row]) -> None:
     first = rows[0]
     table = Table(
         title=f"{result['documents']} documents of {result['context']} tokens, top-{result['topk']}, "
@@ -234,9 +234,7 @@ def print_table(result: dict[str, Any], rows: list[Row]) -> None:
             f"{row.distinct_share:.1%}", f"{row.duplicate_bytes / 1e6:.2f}", f"{row.device_hit_rate:.1%}",
             *(f"{b:,.0f}" for b in per_token), f"{row.ms_per_step:.1f}", "yes" if row.tokens_identical else "NO",
         )  # fmt: skip
-    from rich.console import Console
-
-    Console(width=160).print(table)
+    print_table(table)
 
 
 def plot(result: dict[str, Any], rows: list[Row], path: Path) -> None:
@@ -277,7 +275,7 @@ def main() -> None:
     rows = [Row(**row) for row in result["rows"]]
     config.out.mkdir(parents=True, exist_ok=True)
     plot(result, rows, config.out / "compare_placements.png")
-    print_table(result, rows)
+    show(result, rows)
     report(result, config.out, "compare_placements")
     if not all(row.tokens_identical for row in rows):
         sys.exit("error: a placement changed tokens, which none may do")
