@@ -79,7 +79,9 @@ class History:
         striping, table = self.placement.striping, self._table
         keys = index_keys.append(self.index_keys[group], self._new, key, striping, self._rank)
         self.index_keys[group] = keys
-        scores = index_keys.scores(keys, table, self.spec.page_size, query, weights, striping, self._rank)
+        scores = index_keys.scores(
+            keys, table, self.spec.page_size, query, weights, striping, self.placement.parallel
+        )
         # Position is checked before and after: below topk tokens, top-k must pick from the future.
         visible = self._visible(jnp.arange(scores.shape[-1]))
         scores = jnp.where(visible, jnp.where(jnp.isnan(scores), jnp.finfo(scores.dtype).min, scores), -jnp.inf)

@@ -35,7 +35,8 @@ def _from_file(kind: str, path: Path, class_name: str) -> type:
     spec.loader.exec_module(module)
     found = getattr(module, class_name, None)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
-        classes = sorted(n for n, c in vars(module).items() if isinstance(c, type) and dataclasses.is_dataclass(c))
+        own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+        classes = sorted(c.__name__ for c in own if dataclasses.is_dataclass(c))
         raise ValueError(
             f"{kind}: expected a dataclass of {path} ({classes}), found {class_name!r}; write path.py:Class"
         )
@@ -65,4 +66,6 @@ def _read(value: str, default: Any) -> Any:
         return value.lower() == "true"
     if default is None:  # an optional number
         return int(value)
-    return type(default)(value) if isinstance(default, int | float | str) else value
+    if not isinstance(default, int | float | str):
+        raise ValueError(value)
+    return type(default)(value)

@@ -164,6 +164,5 @@ class Scheduler:
         return self.capacity.spec.rows_needed(context, tokens, self.capacity.stripe)
 
     def _fitting(self, computed: int, tokens: int, room: int) -> int:
-        if self._need(computed + tokens, tokens) <= room:
-            return tokens
-        return min(tokens, max(0, room // (self.capacity.spec.topk + 1)))
+        """The most tokens, up to `tokens`, of a request's next chunk that need no more than `room` rows."""
+        return next((n for n in range(tokens, 0, -1) if self._need(computed + n, n) <= room), 0)

@@ -12,7 +12,7 @@ def index_scores(
 ) -> Float32[Array, "batch steps length"]:
     """sum over heads j of weights_j * relu(dim^-1/2 * query_j . key), in float32.
 
-    The head sum is a reduction, not a product, so that a score does not depend on how many keys stand beside it.
+    The bits of a score may depend on `length`: XLA picks a product's order of sums by its shape.
     """
     query, keys = query.astype(jnp.float32), keys.astype(jnp.float32)
     dots = jnp.einsum("bshd,btd->bsht", query, keys, precision=jax.lax.Precision.HIGHEST)

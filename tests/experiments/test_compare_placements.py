@@ -119,7 +119,8 @@ def test_a_byte_outside_the_vocabulary(tmp_path):
     save_checkpoint(init_model(config, make_mesh(1), Parallel("tp", 1), seed=0), tmp_path / "model")
     document = tmp_path / "latin.txt"
     document.write_bytes(b"caf\xe9 " * 1000)
-    fails("expected bytes below the model's vocabulary of 128, found 233", model=tmp_path / "model", documents=(document,))
+    message = "expected bytes below the model's vocabulary of 128, found 233"
+    fails(message, model=tmp_path / "model", documents=(document,))
 
 
 def test_the_command_line_reports_an_error_and_fails(monkeypatch):

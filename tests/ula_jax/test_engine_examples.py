@@ -26,7 +26,7 @@ def test_outside_policy_and_placement_change_no_token():
     expected = tokens("gpu_only", 200, 0)
     assert tokens(make_placement(f"{EXAMPLES / 'host_only.py'}:HostOnly", parallel), 40, 200) == expected
     fifo = make_policy(f"{EXAMPLES / 'fifo.py'}:Fifo")
-    assert tokens(make_placement("ula", parallel, policy=fifo), 45, 150) == expected
+    assert tokens(make_placement("ula", parallel, policy=fifo), 75, 150) == expected
 
 
 @pytest.mark.parametrize(("name", "lines"), [("fifo.py", 40), ("host_only.py", 50)])

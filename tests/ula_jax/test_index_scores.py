@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.index_scores import index_scores
 from ula_jax import index_keys
-from ula_jax.parallel import make_mesh
+from ula_jax.parallel import Parallel, make_mesh
 from ula_jax.striping import Striping
 
 HEADS, DIM, PAGE, PAGES = 3, 16, 8, 4
@@ -47,7 +47,8 @@ def striped(devices, tables, steps):
         for addresses, new in steps:
             keys = index_keys.append(keys, jnp.asarray(addresses), jnp.asarray(new), striping, rank)
         query, weights = jnp.asarray(normal(2, 1, HEADS, DIM)), jnp.asarray(normal(2, 1, HEADS, seed=1))
-        return index_keys.scores(keys, jnp.asarray(tables), PAGE, query, weights, striping, rank)[None], keys[None]
+        parallel = Parallel("tp", devices)
+        return index_keys.scores(keys, jnp.asarray(tables), PAGE, query, weights, striping, parallel)[None], keys[None]
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("kv"), out_specs=P("kv"), check_vma=False)
     empty = np.zeros((devices, 64 // devices, DIM), np.float32)
@@ -80,6 +81,30 @@ def test_f17_striped_keys_equal_unstriped_ones(devices):
     for device in range(1, devices):  # or devices would select different rows
         np.testing.assert_array_equal(scores[device], scores[0])
     np.testing.assert_allclose(scores[0], striped(1, tables, steps)[0][0], atol=2e-6)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_striped_score_has_the_bits_of_an_unstriped_one(dim, steps):
+    """A device with a stripe of the keys and one with all of them: or near ties would be broken differently."""
+    pages, devices = 32, 8
+    table = jnp.asarray(np.random.default_rng(0).permutation(pages)[None], jnp.int32)
+    keys = normal(pages * PAGE, dim, seed=2)
+    query, weights = jnp.asarray(normal(1, steps, HEADS, dim)), jnp.asarray(normal(1, steps, HEADS, seed=1))
+
+    def score(striping):
+        def body(shard):
+            return index_keys.scores(
+                shard[0], table, PAGE, query, weights, striping, Parallel("tp", devices)
+            )[None]  # fmt: skip
+
+        shards = keys.reshape(-1, striping.devices, dim).swapaxes(0, 1)
+        shards = np.broadcast_to(shards, (devices, *shards.shape[1:])) if striping.devices == 1 else shards
+        mapped = jax.shard_map(body, mesh=make_mesh(devices), in_specs=P("kv"), out_specs=P("kv"), check_vma=False)
+        return np.asarray(jax.jit(mapped)(shards))
+
+    whole, striped = score(Striping(1)), score(Striping(devices))
+    np.testing.assert_array_equal(whole.view(np.uint32), striped.view(np.uint32))
 
 
 def test_addresses_of_positions():

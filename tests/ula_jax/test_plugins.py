@@ -57,7 +57,7 @@ def test_parameters_are_read_as_the_type_of_their_default():
         ("c", r"thing: expected one of \['knobs', 'other'\] or 'path.py:Class', found 'c'"),
         ("mine.txt:Mine", "found 'mine.txt'"),
         ("nowhere.py:Mine", "expected a Python file, found nothing at nowhere.py; check the path"),
-        ("mine.py", r"expected a dataclass of mine.py \(\['GpuOnly', 'Mine', 'NoPlacement'\]\), found ''; write path"),
+        ("mine.py", r"expected a dataclass of mine.py \(\['Mine', 'NoPlacement'\]\), found ''; write path"),
         ("mine.py:Yours", "found 'Yours'"),
         ("mine.py:Plain", "found 'Plain'"),
         ("knobs:size=1", r"expected parameter=value of \['count', .*found 'size=1'"),

@@ -154,13 +154,14 @@ def test_aborting_a_waiting_request_takes_nothing():
 
 
 def test_prefill_chunks_need_no_more_rows_than_the_device_has():
-    """Each token may need eight selected rows and its own: 20 rows are enough for two tokens of a long context."""
+    """Each token may need eight selected rows and its own: 20 rows are enough for two tokens of a long context, or
+    for all of a short one."""
     one, two = request(0, 30, 2), request(1, 30, 2)
     made = scheduler(one, two, pages=32, working_set=20, device_slots=20)
     made.admit()
-    assert made.prefill(0, 2, 16) == [(one, 16)]  # sixteen rows in all, whatever is selected
+    assert made.prefill(0, 2, 16) == [(one, 16), (two, 4)]  # twenty rows in all, whatever is selected
     one.computed = 16
-    assert made.prefill(0, 2, 16) == [(one, 2)]  # 16 + 3 of context could need 3 * 9 > 20
+    assert made.prefill(0, 2, 16) == [(one, 4)]  # 16 + 5 of context could need min(21, 5 * 9) > 20
     for one.computed in range(30):
         plan = made.prefill(0, 2, 16)
         assert plan[0][0] is one

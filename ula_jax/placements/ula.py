@@ -40,9 +40,9 @@ class Ula:
         self.striping.check_page(spec.page_size)
         host = min(budget.host // spec.row_bytes, self._useful_host(spec, budget))
         device = (budget.device - host * spec.index_bytes) // (spec.row_bytes + spec.index_bytes)
-        check_room("ula", device, spec, budget)
         surplus = (device + host) % (spec.page_size // stripe)
         host, device = host - min(host, surplus), device - max(0, surplus - host)
+        check_room("ula", device, spec, budget)
         return Capacity(
             spec, 1 if self.parallel.tp else self.parallel.size, (device + host) * stripe, device, host, stripe,
             working_set=device if host else None,

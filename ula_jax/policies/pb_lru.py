@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import pb_lru
@@ -43,5 +42,6 @@ class PBLRU:
     def audit(self, state: pb_lru.Buckets, occupied: np.ndarray) -> None:
         """AssertionError unless every slot is in exactly one bucket, free are those not occupied, summaries match."""
         pb_lru.audit(state)
-        in_free = np.asarray(pb_lru.bucket_of(state, jnp.arange(occupied.size, dtype=jnp.int32))) == state.free
+        words = np.ascontiguousarray(np.asarray(state.bits)[state.free], "<u4")
+        in_free = np.unpackbits(words.view(np.uint8), bitorder="little")[: occupied.size] == 1
         assert np.array_equal(in_free, ~occupied), f"free slots are {np.flatnonzero(in_free)[:32].tolist()}"
