@@ -56,6 +56,11 @@ class Runner:
                 f"mesh: expected {parallel.size} devices as the placement has, found {mesh.shape[AXIS]}; "
                 "make both with the same number"
             )
+        if getattr(model, "parallel", parallel) != parallel:
+            raise ValueError(
+                f"model: expected it loaded for {parallel}, found {getattr(model, 'parallel', None)}; "
+                "load it with the placement's Parallel"
+            )
         self.placement, self.spec, self.mesh, self.trace = placement, spec, mesh, trace
         self.capacity = placement.capacity(spec, budget)
         self.ranks = self.capacity.ranks

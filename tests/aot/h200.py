@@ -1,13 +1,12 @@
 """XLA:GPU without a GPU: compile a jitted function for H200s of one host and read what came out.
 
-The one place in the tests that uses JAX internals. The public way, `topologies.get_topology_desc` and
+JAX internals are used because the public way, `topologies.get_topology_desc` and
 `lowered.compile`, forgets the memory kinds of arguments, so that pools on the host come out as device arrays. Lowering
 on the CPU mesh keeps them, and then the topology's client has to be called by hand.
 """
 
 import importlib.util
 import os
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from jax._src import compiler
 from jax._src.lib import xla_client
 from jax.experimental import topologies
 
-from pallas_kernels.dispatch import assume_platform
+from tests.pallas_kernels.cuda import tracing_for_an_h200
 
 TARGET = """
 gpu_device_info {
@@ -40,7 +39,7 @@ def compile_step(function, *args, devices: int):
     `args` are arrays or shapes on a CPU mesh of as many devices. Kernels are chosen as on a GPU, so `function` must
     not have been traced before.
     """
-    with assume_platform("gpu"), _triton_target():
+    with tracing_for_an_h200():
         lowered = function.trace(*args).lower(lowering_platforms=("cuda",))
     _find_ptxas()
     topology = topologies.get_topology_desc(
@@ -66,18 +65,3 @@ def _find_ptxas() -> None:
     folder = str(Path(spec.origin).parent / "backends" / "nvidia" / "bin")
     if folder not in os.environ["PATH"].split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], folder])
-
-
-@contextmanager
-def _triton_target():
-    """JAX 0.11.2 and newer ask for the GPU's kind when they lower Pallas Triton kernels: answer for the CPU mesh."""
-    try:
-        from jax._src.pallas.triton import gpu_info
-    except ImportError:
-        yield
-        return
-    gpu_info.registry["cpu"] = lambda: gpu_info.get_gpu_info_from_version(gpu_info.GpuVersion.H200)
-    try:
-        yield
-    finally:
-        del gpu_info.registry["cpu"]

@@ -44,7 +44,11 @@ def decode(mode: str, devices: int, rows: str, placement):
     )  # fmt: skip
     recorder = Recorder(engine)
     ids = [engine.submit(prompt, greedy(NEW)) for prompt in documents(per_rank * ranks, PROMPT)]
-    list(engine.run())
+    for step in range(CONTEXT):
+        engine.step()
+        if step % 32 == 0:
+            engine.verify()
+    assert not engine.busy
     assert engine.most_running == len(ids), "all requests were meant to run at once"
     return [recorder.stacked(request) for request in ids], engine, recorder
 

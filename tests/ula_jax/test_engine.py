@@ -5,6 +5,8 @@ import pytest
 
 from tests.ula_jax.engines import documents, greedy, make_engine, small_model
 from ula_jax.engine import Engine
+from ula_jax.parallel import Parallel
+from ula_jax.placements import GpuOnly
 from ula_jax.scheduler import SamplingParams, Status
 
 PLACEMENTS = [("gpu_only", 260, 0), ("hisparse", 260, 260), ("ula", 110, 200)]
@@ -162,6 +164,14 @@ def test_a_prompt_longer_than_the_capacity_is_refused():
 def test_a_budget_too_small_for_one_selection_is_refused(placement):
     with pytest.raises(ValueError, match="budget too small for one request's selection: expected device memory"):
         make_engine(small_model("tp", 1), placement, 9, 100)
+
+
+def test_model_placement_and_mesh_must_agree():
+    model = small_model("dp", 2)
+    with pytest.raises(ValueError, match=r"model: expected it loaded for Parallel\(mode='tp', size=2"):
+        make_engine(model, GpuOnly(Parallel("tp", 2)), 100, 0)
+    with pytest.raises(ValueError, match="mesh: expected 4 devices as the placement has, found 2"):
+        make_engine(model, GpuOnly(Parallel("dp", 4)), 100, 0)
 
 
 @pytest.mark.parametrize(("temperature", "tokens"), [(-1.0, 4), (0.0, 0)])

@@ -11,13 +11,13 @@ FAMILIES = ["glm_moe_dsa", "glm_moe_dsa_share", "deepseek_v32", "deepseek_v3", "
 TOLERANCE = 2e-5
 
 
-def decode(family: str, mode: str, devices: int, placement: str, device_rows: int, host_rows: int):
+def decode(family: str, mode: str, devices: int, placement: str, device_rows: int, host_rows: int, verify=False):
     """Prompt and output one token a step: a single compiled step computes every position from the cache."""
     oracle = np.load(ORACLE / family / "oracle.npz")
     per_rank = 2 if mode == "tp" or devices == 1 else 1
     engine = make_engine(
         oracle_model(family, mode, devices), placement, device_rows, host_rows, page_size=16,
-        max_requests=per_rank, prefill_rows=per_rank, prefill_chunk=1, trace=True, verify=False,
+        max_requests=per_rank, prefill_rows=per_rank, prefill_chunk=1, trace=True, verify=verify,
     )  # fmt: skip
     recorder = Recorder(engine)
     new = oracle["greedy_tokens"].shape[1]
@@ -55,7 +55,7 @@ def test_cached_decode(family, mode, devices):
 @pytest.mark.parametrize(("mode", "devices"), [("tp", 8), ("dp", 2)])
 @pytest.mark.parametrize("placement", ["ula", "hisparse"])
 def test_cached_decode_from_two_tiers(placement, mode, devices):
-    found = decode("glm_moe_dsa_share", mode, devices, placement, 100, 120)
+    found = decode("glm_moe_dsa_share", mode, devices, placement, 100, 120, verify=True)
     check(*found)
 
 
