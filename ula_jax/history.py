@@ -84,7 +84,7 @@ class History:
         )
         # Position is checked before and after: below topk tokens, top-k must pick from the future.
         visible = self._visible(jnp.arange(scores.shape[-1]))
-        scores = jnp.where(visible, jnp.where(jnp.isnan(scores), jnp.finfo(scores.dtype).min, scores), -jnp.inf)
+        scores = jnp.where(visible, scores, -jnp.inf)
         picks = top_k(scores, min(self.spec.topk, scores.shape[-1]))
         self._resolve(group, jnp.where(picks <= self.batch.positions[..., None], picks, EMPTY))
 

@@ -33,6 +33,11 @@ class Parallel:
     def tp(self) -> bool:
         return self.mode == "tp"
 
+    @property
+    def ranks(self) -> int:
+        """Address spaces: one for each device under DP, one for the whole mesh under TP."""
+        return 1 if self.tp else self.size
+
 
 def make_mesh(devices: int) -> Mesh:
     """A one-axis mesh `kv` over the first `devices` devices."""

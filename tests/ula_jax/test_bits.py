@@ -28,7 +28,7 @@ class TightUla(Ula):
     device_slots: int = 0
 
     def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
-        stripe, ranks = self.striping.devices, 1 if self.parallel.tp else self.parallel.size
+        stripe, ranks = self.striping.devices, self.parallel.ranks
         host = 1600 - (1600 + self.device_slots) % spec.page_size
         addresses = (self.device_slots + host) * stripe
         return Capacity(spec, ranks, addresses, self.device_slots, host, stripe)

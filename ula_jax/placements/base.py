@@ -143,7 +143,7 @@ def attend_rows(query: Query, rows: Lanes, valid: Bool[Array, "batch steps topk"
 
 def check_room(name: str, found: int, spec: KVSpec, budget: Budget) -> None:
     """Raise unless `found` slots hold the rows of one decode token: its selection and its own row."""
-    least = min(spec.topk + 1, spec.max_context)
+    least = spec.rows_needed(spec.max_context)
     if found < least:
         raise ValueError(
             f"{name}: budget too small for one request's selection: expected device memory for at least {least} rows "

@@ -45,7 +45,7 @@ class HiSparse:
     exclusive: ClassVar[bool] = False
 
     def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
-        least = min(spec.topk + 1, spec.max_context)
+        least = spec.rows_needed(spec.max_context)
         buffer = self.buffer or min(3 * spec.topk, spec.max_context)
         if buffer < least:
             raise ValueError(
@@ -64,8 +64,7 @@ class HiSparse:
             )
         if spec.index_bytes:  # what the buffers leave holds index keys
             host = min(host, whole_pages((budget.device - quotas * buffer * spec.row_bytes) // spec.index_bytes, spec))
-        ranks = 1 if self.parallel.tp else self.parallel.size
-        return Capacity(spec, ranks, host, quotas * buffer, host, quotas=quotas)
+        return Capacity(spec, self.parallel.ranks, host, quotas * buffer, host, quotas=quotas)
 
     def init(self, spec: KVSpec, budget: Budget) -> tuple[Group, ...]:
         size = self.capacity(spec, budget)

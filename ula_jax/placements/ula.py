@@ -44,7 +44,7 @@ class Ula:
         host, device = host - min(host, surplus), device - max(0, surplus - host)
         check_room("ula", device, spec, budget)
         return Capacity(
-            spec, 1 if self.parallel.tp else self.parallel.size, (device + host) * stripe, device, host, stripe,
+            spec, self.parallel.ranks, (device + host) * stripe, device, host, stripe,
             working_set=device if host else None,
         )  # fmt: skip
 
