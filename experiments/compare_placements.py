@@ -12,15 +12,15 @@ from typing import Annotated, Any
 
 import numpy as np
 import tyro
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from experiments.common import UserError, environment, print_table, read_documents, report, stderr
+from experiments.documents import read_documents
 from models import Decoder, ModelConfig, init_model, load_checkpoint
 from ula_jax.engine import Engine, EngineConfig
 from ula_jax.parallel import Mode, Parallel, force_cpu_devices, make_mesh
 from ula_jax.placements import make_placement
 from ula_jax.policies import make_policy
+from ula_jax.report import UserError, environment, print_table, progress_bar, report
 from ula_jax.rows import FormatName
 from ula_jax.scheduler import SamplingParams
 from ula_jax.spec import Budget, Capacity, KVSpec
@@ -118,10 +118,7 @@ def run(config: Config) -> dict[str, Any]:
             f"documents: expected bytes below the model's vocabulary of {model_config.vocab_size}, found {unknown}; "
             "use a byte-level model or other documents"
         )
-    with Progress(
-        TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"),
-        TimeElapsedColumn(), console=stderr,
-    ) as progress:  # fmt: skip
+    with progress_bar("tokens") as progress:
         for mode in config.modes:
             # One decode shape for all rows of a mode: a token's arithmetic is then the same in each.
             share = -(-held[mode] // (1 if mode == "tp" else config.devices))

@@ -18,10 +18,10 @@ import tyro
 from rich.progress import track
 from rich.table import Table
 
-from experiments.common import environment, print_table, report, stderr
 from pallas_kernels import pb_lru, sparse_gather
 from pallas_kernels.pb_lru import shapes as pb_lru_shapes
 from pallas_kernels.sparse_gather import shapes as gather_shapes
+from ula_jax.report import environment, print_table, report, stderr
 
 
 @dataclass(frozen=True)

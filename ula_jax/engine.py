@@ -34,10 +34,14 @@ class EngineConfig:
     """Keep all logits and selections in each step's output (see `Engine.on_step`)."""
     verify: bool = False
     """Check the placement's invariants after every step (slow)."""
+    capture: float = 0.0
+    """Ranks to keep of each selection in each step's output, in units of `topk` (see `ula_jax.traces.Recorder`)."""
 
     def __post_init__(self):
         if min(self.max_requests, self.prefill_rows, self.prefill_chunk) < 1:
             raise ValueError(f"engine: expected sizes of at least 1, found {self}; raise the one below 1")
+        if self.capture and self.capture < 1:
+            raise ValueError(f"engine: expected capture of 0 or at least 1 (units of topk), found {self.capture}")
 
 
 class Token(NamedTuple):
@@ -65,7 +69,7 @@ class Engine:
         vocab_size: int,
     ):
         self.config, self.spec, self.placement, self.vocab_size = config, spec, placement, vocab_size
-        self.runner = Runner(model, placement, spec, budget, mesh, trace=config.trace)
+        self.runner = Runner(model, placement, spec, budget, mesh, trace=config.trace, capture=config.capture)
         self.scheduler = Scheduler(self.runner.capacity, config.max_requests)
         self.requests: dict[int, Request] = {}
         self.totals = {"prefill": Totals(spec), "decode": Totals(spec)}

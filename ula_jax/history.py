@@ -15,6 +15,7 @@ from pallas_kernels.pytree import pytree
 from pallas_kernels.topk import top_k
 from ula_jax import index_keys
 from ula_jax.placements.base import Counters, Placement, Query, Readable, Selection
+from ula_jax.policies.base import depth
 from ula_jax.spec import KVSpec
 from ula_jax.types import EMPTY, Array, Bool, Float32, Int32
 
@@ -53,14 +54,22 @@ class Batch:
 
 
 class History:
-    """Lives while one step is traced, inside shard_map; arrays are one device's part."""
+    """Lives while one step is traced, inside shard_map; arrays are one device's part.
 
-    def __init__(self, spec: KVSpec, placement: Placement, state: KVState, batch: Batch):
+    `capture` keeps the best-scored positions of each row's last token in `ranked`: that many times `topk`.
+    """
+
+    def __init__(self, spec: KVSpec, placement: Placement, state: KVState, batch: Batch, capture: float = 0.0):
         self.spec, self.placement, self.batch = spec, placement, batch
         self.groups, self.index_keys = list(state.groups), list(state.index_keys)
         self.counters: dict[int, Counters] = {}
         self.selected: dict[int, Array] = {}
         """Selected positions [batch, steps, topk] of each group, EMPTY padded."""
+        self.ranked: dict[int, tuple[Array, Array]] = {}
+        """Positions and scores [batch, depth] by rank at each row's last token, EMPTY padded."""
+        looks = depth(getattr(placement, "policy", None))
+        self._looks = int(looks * spec.topk) if looks > 1 else 0
+        self._ranks = max(self._looks, int(capture * spec.topk))
         self._readable: dict[int, Readable] = {}
         self._place = {layer: (g, i) for g, layers in enumerate(spec.groups) for i, layer in enumerate(layers)}
         striped = placement.striping.devices > 1
@@ -85,7 +94,11 @@ class History:
         # Position is checked before and after: below topk tokens, top-k must pick from the future.
         visible = self._visible(jnp.arange(scores.shape[-1]))
         scores = jnp.where(visible, scores, -jnp.inf)
-        picks = top_k(scores, min(self.spec.topk, scores.shape[-1]))
+        k, length = min(self.spec.topk, scores.shape[-1]), scores.shape[-1]
+        picks = top_k(scores, min(max(k, self._ranks), length))
+        if self._ranks:
+            self.ranked[group] = self._at_last_token(picks[..., : self._ranks], scores)
+        picks = picks[..., :k]
         self._resolve(group, jnp.where(picks <= self.batch.positions[..., None], picks, EMPTY))
 
     def select_all(self, group: int) -> None:
@@ -121,9 +134,26 @@ class History:
         self.selected[group] = positions
         flat = positions.reshape(positions.shape[0], -1)
         addresses = jnp.where(flat >= 0, self._address(jnp.maximum(flat, 0)), EMPTY).reshape(positions.shape)
-        selection = Selection(addresses, self._new, jnp.asarray(self.batch.requests))
+        ranked = jnp.zeros((positions.shape[0], 0), jnp.int32)
+        margins = ranked.astype(jnp.float32)
+        if self._looks and group in self.ranked:
+            best, scores = (array[:, : self._looks] for array in self.ranked[group])
+            ranked = jnp.where(best >= 0, self._address(jnp.maximum(best, 0)), EMPTY)
+            k = positions.shape[-1]
+            lowest = jnp.min(scores[:, :k], axis=1, where=best[:, :k] >= 0, initial=jnp.inf, keepdims=True)
+            margins = jnp.where(ranked >= 0, scores - lowest, -jnp.inf)
+        selection = Selection(addresses, self._new, jnp.asarray(self.batch.requests), ranked, margins)
         readable, self.groups[group], counters = self.placement.resolve(self.groups[group], selection)
         self._readable[group], self.counters[group] = readable, counters
+
+    def _at_last_token(
+        self, picks: Int32[Array, "batch steps depth"], scores: Float32[Array, "batch steps length"]
+    ) -> tuple[Int32[Array, "batch depth"], Float32[Array, "batch depth"]]:
+        last = jnp.maximum(jnp.asarray(self.batch.count) - 1, 0)[:, None, None]
+        picks = jnp.take_along_axis(picks, last, axis=1)[:, 0]
+        best = jnp.take_along_axis(jnp.take_along_axis(scores, last, axis=1)[:, 0], picks, axis=1)
+        seen = (best > -jnp.inf) & (jnp.asarray(self.batch.count)[:, None] > 0)
+        return jnp.where(seen, picks, EMPTY), jnp.where(seen, best, -jnp.inf)
 
     def _visible(self, positions: Int32[Array, " length"]) -> Bool[Array, "batch steps length"]:
         return positions <= self.batch.positions[..., None]

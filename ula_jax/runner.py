@@ -39,6 +39,9 @@ class StepOutput(NamedTuple):
     """int32 [devices, groups, len(Counters)]."""
     selected: tuple[Array, ...]
     """When tracing: selected positions [ranks, batch, steps, topk] of each group, EMPTY padded."""
+    ranked: tuple[tuple[Array, Array], ...]
+    """When capturing: positions and index scores [ranks, batch, depth] of each group, by rank at each row's last
+    token, EMPTY padded."""
 
 
 class Runner:
@@ -48,7 +51,14 @@ class Runner:
     """
 
     def __init__(
-        self, model: nnx.Module, placement: Placement, spec: KVSpec, budget: Budget, mesh: Mesh, trace: bool = False
+        self,
+        model: nnx.Module,
+        placement: Placement,
+        spec: KVSpec,
+        budget: Budget,
+        mesh: Mesh,
+        trace: bool = False,
+        capture: float = 0.0,
     ):
         parallel = placement.parallel
         if mesh.shape[AXIS] != parallel.size:
@@ -80,7 +90,7 @@ class Runner:
         def step(params: Any, state: KVState, batch: Batch, sampling: Sampling):
             decoder: Any = nnx.merge(graph, params)
             batch, sampling = _squeeze(batch), _squeeze(sampling)
-            history = History(spec, placement, _squeeze(state), batch)
+            history = History(spec, placement, _squeeze(state), batch, capture)
             hidden = decoder(batch.tokens, batch.positions, history)
             last = jnp.maximum(batch.count - 1, 0)
             if trace:
@@ -92,14 +102,15 @@ class Runner:
             tokens = sample(final, sampling, jnp.asarray(batch.start + batch.count))
             state, counters = history.finish()
             selected = tuple(history.selected[g] for g in sorted(history.selected)) if trace else ()
-            return _expand((tokens, every, selected)), counters[None], _expand(state)
+            ranked = tuple(history.ranked[g] for g in sorted(history.ranked)) if capture else ()
+            return _expand((tokens, every, selected, ranked)), counters[None], _expand(state)
 
         specs = nnx.get_partition_spec(self.params)
         self.step_function = jax.jit(
             over(
                 step,
                 in_specs=(specs, P(AXIS), by_rank, by_rank),
-                out_specs=((by_rank, by_rank, by_rank), P(AXIS), P(AXIS)),
+                out_specs=(by_rank, P(AXIS), P(AXIS)),
             ),
             donate_argnums=1,
         )
@@ -115,10 +126,10 @@ class Runner:
 
     def step(self, batch: Batch, sampling: Sampling) -> StepOutput:
         """Run one step; the state moves on."""
-        (tokens, logits, selected), counters, self.state = self.step_function(
+        (tokens, logits, selected, ranked), counters, self.state = self.step_function(
             self.params, self.state, batch, sampling
         )
-        return StepOutput(tokens, logits, counters, selected)
+        return StepOutput(tokens, logits, counters, selected, ranked)
 
     def release(self, addresses: np.ndarray) -> None:
         """Forget addresses, int32 [ranks, table_width * page_size], EMPTY padded."""

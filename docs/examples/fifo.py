@@ -3,33 +3,27 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from ula_jax.policies.books import Books, put
+
 
 class State(NamedTuple):
-    arrived: jnp.ndarray  # [slots] round in which each slot was filled, -1 when free
-    used: jnp.ndarray  # [slots] round in which it was last read
-    round: jnp.ndarray
+    books: Books  # which slots are free, used in this round, or given away
+    arrived: jnp.ndarray  # int32 [slots]: round in which each slot was filled
 
 
 @dataclass(frozen=True)
 class Fifo:
     def init(self, num_slots):
-        return State(jnp.full(num_slots, -1), jnp.full(num_slots, -1), jnp.int32(0))
+        return State(Books.create(num_slots), jnp.zeros(num_slots, jnp.int32))
 
     def touch(self, state, touch):
-        now = state.round if touch.inserted else state.round + 1
-        arrived = put(state.arrived, touch.slots, now) if touch.inserted else state.arrived
-        return State(arrived, put(state.used, touch.slots, now), now)
+        books = state.books.touch(touch)
+        return State(books, put(state.arrived, state.books.new(touch.slots), books.round))
 
     def evict(self, state, count, limit):
-        age = jnp.where(state.used == state.round, jnp.iinfo(jnp.int32).max, state.arrived)
-        oldest = jnp.resize(jnp.argsort(age), limit).astype(jnp.int32)
-        given = (jnp.arange(limit) < jnp.minimum(count, age.size)) & (state.used[oldest] < state.round)
-        slots = jnp.where(given, oldest, -1)
-        return slots, state._replace(used=put(state.used, slots, state.round))
+        waited = (state.books.round - state.arrived).astype(jnp.float32)
+        slots, books = state.books.evict(waited, count, limit)
+        return slots, state._replace(books=books)
 
     def forget(self, state, slots):
-        return state._replace(arrived=put(state.arrived, slots, -1), used=put(state.used, slots, -1))
-
-
-def put(array, slots, value):  # -1 in a slot list is padding
-    return array.at[slots].set(value, mode="drop", wrap_negative_indices=False)
+        return state._replace(books=state.books.forget(slots))

@@ -5,6 +5,9 @@ Recency is kept in whole rounds, without timestamps, order or sort: a ring of bu
 cold bucket for all before, one of free slots. The idea of limited-range buckets is SPIN's (arXiv 2604.26837);
 ring, cold bucket and summary bitmaps follow the published description of UlaCache's PB-LRU.
 
+Where the buckets stand for something else than rounds, `merge` and `assign` move whole buckets, and
+`Buckets.order` says which to give up first. `first_set` is the search alone, for bitmaps of other kinds.
+
 `implementation`: `auto`, `reference` (jnp, any platform), `triton` (Pallas Triton, CUDA) or
 `triton_interpret` (the same kernel in the CPU interpreter: slow, for tests). Only `evict` searches, so only
 it has a second form: the other operations are a few passes over bitmaps.
@@ -14,8 +17,8 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels.dispatch import choose, needs
 from pallas_kernels.pb_lru import reference, triton
-from pallas_kernels.pb_lru.buckets import EMPTY, MAX_ROUNDS, Buckets, audit, bucket_of, create
-from pallas_kernels.pb_lru.reference import forget, rotate, touch
+from pallas_kernels.pb_lru.buckets import EMPTY, MAX_ROUNDS, Buckets, audit, bucket_of, create, pack
+from pallas_kernels.pb_lru.reference import assign, first_set, forget, merge, rotate, touch
 
 PREFER = ("reference",)
 """What `auto` may take. On an H200 with JAX 0.11.2, an `evict` with limit 2048 of 0.3 M slots takes the
@@ -28,9 +31,9 @@ def evict(
 ) -> tuple[Int32[Array, " limit"], Buckets]:
     """The first `count` (<= limit) slots in victim order, then EMPTY; they leave their buckets.
 
-    Victim order: free, cold, then the ring from the oldest bucket to the newest, never the current one.
-    Within cold cyclically from the hand, which moves to one past the last cold victim; within any other
-    bucket from the lowest slot. If fewer than `count` slots are outside the current bucket, the list is
+    Victim order: free, cold, then the ring in its order (from the oldest bucket to the newest), never the
+    current one. Within cold cyclically from the hand, which moves to one past the last cold victim; within any
+    other bucket from the lowest slot. If fewer than `count` slots are outside the current bucket, the list is
     shorter.
     """
     forms = {"reference": None, "triton": needs("gpu"), "triton_interpret": needs("cpu")}
@@ -40,4 +43,19 @@ def evict(
     return triton.evict(state, count, limit, interpret=chosen == "triton_interpret")
 
 
-__all__ = ["EMPTY", "MAX_ROUNDS", "Buckets", "audit", "bucket_of", "create", "evict", "forget", "rotate", "touch"]
+__all__ = [
+    "EMPTY",
+    "MAX_ROUNDS",
+    "Buckets",
+    "assign",
+    "audit",
+    "bucket_of",
+    "create",
+    "evict",
+    "first_set",
+    "forget",
+    "merge",
+    "pack",
+    "rotate",
+    "touch",
+]

@@ -2,7 +2,8 @@
 
 `rounds` ring buckets hold the slots touched in each of the last `rounds` rounds, `cold` what was touched
 before that, `free` what holds no row. A bucket is a bitmap over the slots with summary bitmaps above it,
-fanout 32.
+fanout 32. In which order the ring buckets are given up is part of the state: other policies than LRU keep
+something else than rounds in them.
 """
 
 from functools import partial
@@ -36,10 +37,15 @@ class Buckets(NamedTuple):
     label: UInt8[Array, " slots"]
     """Ring bucket of the last touch. Not rewritten when the ring turns: if the slot's bit there is clear, the
     slot has moved on to cold (or was evicted or freed)."""
-    cursor: Int32[Array, ""]
-    """The current ring bucket: it holds the slots touched in this round and is never evicted from."""
+    order: Int32[Array, " rounds"]
+    """The ring buckets, first the one to give up first (the oldest), last the current one."""
     hand: Int32[Array, ""]
     """Slot from which the next scan of `cold` starts."""
+
+    @property
+    def cursor(self) -> Int32[Array, ""]:
+        """The current ring bucket: it holds the slots touched in this round and is never evicted from."""
+        return self.order[-1]
 
     @property
     def rounds(self) -> int:
@@ -67,7 +73,8 @@ def create(num_slots: int, rounds: int) -> Buckets:
 def _create(num_slots: int, rounds: int) -> Buckets:
     free = pack(jnp.ones(num_slots, bool))
     bits = jnp.zeros((rounds + 2, free.shape[0]), jnp.uint32).at[-1].set(free)
-    return Buckets(bits, summarize(bits), jnp.zeros(num_slots, jnp.uint8), jnp.int32(0), jnp.int32(0))
+    order = jnp.roll(jnp.arange(rounds, dtype=jnp.int32), -1)
+    return Buckets(bits, summarize(bits), jnp.zeros(num_slots, jnp.uint8), order, jnp.int32(0))
 
 
 def pack(members: Bool[Array, "*batch n"]) -> UInt32[Array, "*batch words"]:
@@ -111,8 +118,9 @@ def bucket_of(state: Buckets, slots: Int32[Array, " n"]) -> Int32[Array, " n"]:
     return jnp.where(slots < 0, EMPTY, found)
 
 
-def audit(state: Buckets) -> None:
-    """AssertionError unless every slot is in exactly one bucket and the summaries are exact. Runs on the host."""
+def audit(state: Buckets, occupied: np.ndarray) -> None:
+    """AssertionError unless every slot is in exactly one bucket, free are those that are not occupied, and the
+    summaries are exact. Runs on the host."""
     bits = np.asarray(state.bits)
     members = np.unpackbits(np.ascontiguousarray(bits, "<u4").view(np.uint8), axis=1, bitorder="little")
     held = members.sum(axis=0)
@@ -120,6 +128,8 @@ def audit(state: Buckets) -> None:
     stray = np.flatnonzero(held[:slots] != 1)
     assert not stray.size, f"slots in no or several buckets: {stray[:32].tolist()}"
     assert not held[slots:].any(), "bits beyond the last slot"
+    free = members[state.free, :slots] == 1
+    assert np.array_equal(free, ~occupied), f"free slots are {np.flatnonzero(free)[:32].tolist()}"
     below = bits
     for level in state.summaries:
         nonzero = np.pad(below != 0, ((0, 0), (0, -below.shape[1] % 32)))

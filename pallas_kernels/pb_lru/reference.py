@@ -7,22 +7,30 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, UInt32
 
-from pallas_kernels.pb_lru.buckets import ALL, EMPTY, Buckets, pack, summarize
+from pallas_kernels.pb_lru.buckets import ALL, EMPTY, Buckets, pack, summarize, unpack
 
 BLOCK = 32
-"""Words whose counts are added up before the search for a victim's word."""
+"""Words whose counts are added up before the search for a bit's word."""
 
 
 def rotate(state: Buckets) -> Buckets:
     """Open a round: the oldest ring bucket joins cold and becomes the current one, empty. No row moves."""
-    cursor = (state.cursor + 1) % state.rounds
+    return _pour(state, state.order[0], state.cold)._replace(order=jnp.roll(state.order, -1))
 
-    def turn(words: UInt32[Array, "buckets words"]) -> UInt32[Array, "buckets words"]:
-        words = words.at[state.cold].set(words[state.cold] | words[cursor])
-        return words.at[cursor].set(jnp.uint32(0))
 
-    # The OR of two bitmaps has the OR of their summaries, so every level turns alike.
-    return state._replace(bits=turn(state.bits), summaries=tuple(map(turn, state.summaries)), cursor=cursor)
+def merge(state: Buckets, source: Int32[Array, ""] | int, target: Int32[Array, ""] | int) -> Buckets:
+    """Everything in one ring bucket into another one."""
+    label = jnp.where(state.label == source, jnp.asarray(target, jnp.uint8), state.label)
+    return _pour(state, source, target)._replace(label=label)
+
+
+def assign(state: Buckets, bucket: Int32[Array, " slots"]) -> Buckets:
+    """Every slot of cold and of the ring, except the current bucket, into the one of them that is named for it."""
+    movable = state.bits[state.cold] | lax.reduce_or(state.bits[state.order[:-1]], (0,))
+    wanted = pack(bucket == jnp.arange(state.rounds + 1, dtype=jnp.int32)[:, None])
+    bits = state.bits.at[: state.free].set((state.bits[: state.free] & ~movable) | (wanted & movable))
+    label = jnp.where(unpack(movable, bucket.shape[0]), bucket.astype(jnp.uint8), state.label)
+    return state._replace(bits=bits, summaries=summarize(bits), label=label)
 
 
 def touch(state: Buckets, slots: Int32[Array, " n"]) -> Buckets:
@@ -59,32 +67,36 @@ def find_victims(
     cold_order = (start + jnp.arange(num_words + 1, dtype=jnp.int32)) % num_words
     cold = state.bits[state.cold, cold_order]
     cold = cold.at[0].set(cold[0] & (ALL << cut)).at[-1].set(cold[-1] & ~(ALL << cut))
-    aged = (state.cursor + 1 + jnp.arange(state.rounds - 1, dtype=jnp.int32)) % state.rounds
-    words = jnp.concatenate([state.bits[state.free], cold, state.bits[aged].reshape(-1)])
-    words = jnp.pad(words, (0, -words.shape[0] % BLOCK))
+    rings = state.bits[state.order[:-1]].reshape(-1)
+    victims = first_set(jnp.concatenate([state.bits[state.free], cold, rings]), count, limit)
 
-    # Victim j is bit `j - (bits before the word)` of the word in which the running count passes j.
-    counts = lax.population_count(words).astype(jnp.int32).reshape(-1, BLOCK)
-    ends = jnp.cumsum(counts.sum(axis=1))
-    victim = jnp.arange(limit, dtype=jnp.int32)
-    given = victim < jnp.minimum(count, ends[-1])
-    block = jnp.minimum(jnp.searchsorted(ends, victim, side="right"), ends.shape[0] - 1).astype(jnp.int32)
-    inside = counts[block]
-    upto = jnp.cumsum(inside, axis=1)
-    rank = victim - (ends[block] - upto[:, -1])
-    offset = jnp.minimum(jnp.sum(upto <= rank[:, None], axis=1, dtype=jnp.int32), BLOCK - 1)
-    rank = rank - jnp.take_along_axis(upto - inside, offset[:, None], axis=1)[:, 0]
-    at = block * BLOCK + offset
-    bit = select_bit(words[at], rank)
-
+    at, given = victims // 32, victims >= 0
     cold_from, rings_from = num_words, 2 * num_words + 1
     in_cold = (at >= cold_from) & (at < rings_from)
     word = jnp.where(at < cold_from, at, (at - rings_from) % num_words)
     word = jnp.where(in_cold, (start + at - cold_from) % num_words, word)
-    victims = jnp.where(given, word * 32 + bit, EMPTY)
+    victims = jnp.where(given, word * 32 + victims % 32, EMPTY)
+    victim = jnp.arange(limit, dtype=jnp.int32)
     last_cold = jnp.max(jnp.where(given & in_cold, victim, EMPTY), initial=EMPTY)
     passed = jnp.max(jnp.where(victim == last_cold, victims + 1, 0), initial=0) % state.label.shape[0]
     return victims, jnp.where(last_cold < 0, state.hand, passed)
+
+
+def first_set(words: UInt32[Array, " words"], count: Int32[Array, ""], limit: int) -> Int32[Array, " limit"]:
+    """Positions of the first `count` (<= limit) set bits in a list of words, then EMPTY."""
+    # Bit j is bit `j - (bits before the word)` of the word in which the running count passes j.
+    words = jnp.pad(words, (0, -words.shape[0] % BLOCK))
+    counts = lax.population_count(words).astype(jnp.int32).reshape(-1, BLOCK)
+    ends = jnp.cumsum(counts.sum(axis=1))
+    number = jnp.arange(limit, dtype=jnp.int32)
+    block = jnp.minimum(jnp.searchsorted(ends, number, side="right"), ends.shape[0] - 1).astype(jnp.int32)
+    inside = counts[block]
+    upto = jnp.cumsum(inside, axis=1)
+    rank = number - (ends[block] - upto[:, -1])
+    offset = jnp.minimum(jnp.sum(upto <= rank[:, None], axis=1, dtype=jnp.int32), BLOCK - 1)
+    rank = rank - jnp.take_along_axis(upto - inside, offset[:, None], axis=1)[:, 0]
+    at = block * BLOCK + offset
+    return jnp.where(number < jnp.minimum(count, ends[-1]), at * 32 + select_bit(words[at], rank), EMPTY)
 
 
 def select_bit(word: UInt32[Array, " n"], rank: Int32[Array, " n"]) -> Int32[Array, " n"]:
@@ -97,6 +109,17 @@ def select_bit(word: UInt32[Array, " n"], rank: Int32[Array, " n"]) -> Int32[Arr
         word = jnp.where(above, word >> width, word)
         position = jnp.where(above, position + width, position)
     return position
+
+
+def _pour(state: Buckets, source: Int32[Array, ""] | int, target: Int32[Array, ""] | int) -> Buckets:
+    """One bucket into another one; the first is then empty."""
+
+    def pour(words: UInt32[Array, "buckets words"]) -> UInt32[Array, "buckets words"]:
+        words = words.at[target].set(words[target] | words[source])
+        return words.at[source].set(jnp.uint32(0))
+
+    # The OR of two bitmaps has the OR of their summaries, so every level is poured alike.
+    return state._replace(bits=pour(state.bits), summaries=tuple(map(pour, state.summaries)))
 
 
 def _move(state: Buckets, slots: Int32[Array, " n"], bucket: Int32[Array, ""] | int | None) -> Buckets:

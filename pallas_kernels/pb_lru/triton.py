@@ -31,7 +31,7 @@ def evict(
     if limit == 0:
         return jnp.zeros(0, jnp.int32), state
     lanes = pl.next_power_of_2(limit + 2)
-    scalars = jnp.stack([jnp.minimum(count, limit), state.cursor, state.hand])
+    scalars = jnp.concatenate([jnp.stack([jnp.minimum(count, limit), state.hand]), state.order])
     lists = jax.ShapeDtypeStruct((lanes,), jnp.int32)
     victims, buckets, hand, _ = pl.pallas_call(
         partial(_search, num_slots=state.label.shape[0], lanes=lanes, interpret=interpret),
@@ -52,17 +52,17 @@ def evict(
 def _search(scalars_ref, *refs, num_slots: int, lanes: int, interpret: bool):
     *levels, victims_ref, buckets_ref, hand_ref, list_ref = refs
     lane = jnp.arange(lanes, dtype=jnp.int32)
-    count, cursor, start = scalars_ref[0], scalars_ref[1], scalars_ref[2]
+    count, start = scalars_ref[0], scalars_ref[1]
     rounds = levels[0].shape[0] - 2
     victims_ref[...] = jnp.full(lanes, EMPTY, jnp.int32)
     buckets_ref[...] = jnp.full(lanes, EMPTY, jnp.int32)
 
     def segment(carry):
         turn, taken, hand = carry
-        # Turn 0 is free, 1 is cold from the hand up, 2 is cold below the hand, and then come the rings by
-        # age.
-        aged = (cursor + turn - 2) % rounds
-        bucket = jnp.where(turn == 0, rounds + 1, jnp.where(turn <= 2, rounds, aged))
+        # Turn 0 is free, 1 is cold from the hand up, 2 is cold below the hand, and then come the rings in
+        # their order.
+        ring = scalars_ref[2 + jnp.maximum(turn - 3, 0)]
+        bucket = jnp.where(turn == 0, rounds + 1, jnp.where(turn <= 2, rounds, ring))
         low = jnp.where(turn == 1, start, 0)
         high = jnp.where(turn == 2, start, num_slots)
         cap = count - taken + 2

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from experiments import compare_placements as demo
-from experiments.common import UserError
 from models import ModelConfig, init_model, save_checkpoint
 from ula_jax.parallel import Parallel, make_mesh
 from ula_jax.placements import make_placement
+from ula_jax.report import UserError
 from ula_jax.spec import Budget, KVSpec
 
 ROW = {

@@ -1,39 +1,72 @@
 """What every registered policy promises, whatever it prefers to evict."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ula_jax.policies import POLICIES, Policy, Touch
+from ula_jax.policies import POLICIES, Policy
+from ula_jax.policies.base import NEVER, Ranking, Touch, depth
 from ula_jax.types import EMPTY
 
-SIZES = (1, 33)
+SIZE = 33
+LIST = 40
+"""Length of every list of slots, and `limit`: more than there are slots."""
 
 
-class Compiled:
-    """A policy's operations, each compiled once for a shape."""
+class Operations:
+    """A policy's operations on lists of LIST slots; compiled once each, so that the tests take no longer than needed.
 
-    def __init__(self, policy):
-        self.policy = policy
-        self.init = policy.init
-        self.forget = jax.jit(policy.forget)
-        self.evict = jax.jit(policy.evict, static_argnums=2)
-        self._touch = jax.jit(
-            lambda state, slots, inserted: policy.touch(state, Touch(slots, inserted=inserted)),
-            static_argnums=2,
-        )
+    `next_use` is given to those policies only that cannot do without it.
+    """
 
-    def touch(self, state, touch):
-        return self._touch(state, touch.slots, touch.inserted)
+    def __init__(self, policy, size, compiled=True):
+        self.policy, self.size, self.traced = policy, size, Counter()
+
+        def counted(name, function, **options):
+            def traced(*arguments):
+                self.traced[name] += 1
+                return function(*arguments)
+
+            return jax.jit(traced, **options) if compiled else function
+
+        self.init = lambda: policy.init(size)
+        self.open = counted("open", lambda state, slots: policy.touch(state, self.use(slots)))
+        self.insert = counted("insert", lambda state, slots: policy.touch(state, self.use(slots, inserted=True)))
+        self.evict = counted("evict", lambda state, count: policy.evict(state, count, LIST))
+        self.forget = counted("forget", policy.forget)
+        self.observe = counted("observe", lambda state, ranking: policy.observe(state, ranking))
+
+    def use(self, slots, inserted=False):
+        future = jnp.where(slots % 3 == 0, NEVER, slots) if isinstance(self.policy, POLICIES["belady"]) else None
+        return Touch(slots, next_use=future, inserted=inserted)
+
+    def round(self, state, gone, hits, count):
+        state = self.open(self.forget(state, gone), hits)
+        victims, state = self.evict(state, count)
+        return victims, self.insert(state, victims)
 
 
-COMPILED = {name: Compiled(cls()) for name, cls in POLICIES.items()}
+COMPILED = {name: Operations(cls(), SIZE) for name, cls in POLICIES.items()}
+TINY = {name: Operations(cls(), 1, compiled=False) for name, cls in POLICIES.items()}
 
 
 @pytest.fixture(params=sorted(POLICIES))
-def policy(request):
-    return COMPILED[request.param]
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def policy(name):
+    return COMPILED[name]
+
+
+@pytest.fixture(params=[SIZE, 1])
+def sized(name, request):
+    """A pool just past a word of a bitmap, and the least pool."""
+    return (COMPILED if request.param == SIZE else TINY)[name]
 
 
 @pytest.fixture
@@ -41,42 +74,67 @@ def rng():
     return np.random.default_rng(7)
 
 
-def pad(slots, n, rng=None):
+def pad(slots, n=LIST, rng=None):
     """int32[n]: these slots and EMPTY, shuffled if a generator is given."""
     padded = np.full(n, EMPTY, np.int32)
     padded[: len(slots)] = list(slots)
     return jnp.asarray(padded if rng is None else rng.permutation(padded))
 
 
-def full(policy, size):
+def listed(slots):
+    """The slots of a padded list, which has its padding at the end."""
+    slots = np.asarray(slots).tolist()
+    given = [slot for slot in slots if slot != EMPTY]
+    assert slots == given + [EMPTY] * (len(slots) - len(given))
+    assert len(set(given)) == len(given)
+    return given
+
+
+def full(policy):
     """State in which every slot holds a row that was used in the round before the current one."""
-    state = policy.touch(policy.init(size), Touch(pad([], size)))
-    slots, state = policy.evict(state, jnp.int32(size), size)
-    state = policy.touch(state, Touch(slots, inserted=True))
-    return policy.touch(state, Touch(pad([], size)))
+    state = policy.open(policy.init(), pad([]))
+    slots, state = policy.evict(state, jnp.int32(policy.size))
+    return policy.open(policy.insert(state, slots), pad([]))
 
 
-def make_round(policy, limit):
-    def one_round(state, gone, hits, count):
-        state = policy.forget(state, gone)
-        state = policy.touch(state, Touch(hits))
-        victims, state = policy.evict(state, count, limit)
-        return victims, policy.touch(state, Touch(victims, inserted=True))
-
-    return one_round
+def retire(policy, count):
+    """As a replay makes a smaller pool: the slots that are taken away, and the state without them."""
+    victims, state = policy.evict(policy.init(), jnp.int32(count))
+    return set(listed(victims)), state
 
 
-def random_rounds(size, rounds, rng):
+def random_rounds(slots, rounds, rng):
     """(gone, hits, count) of each round, and the slots that are then free and those that are protected."""
     occupied: set[int] = set()
     for _ in range(rounds):
-        gone = set(rng.choice(size, rng.integers(0, size // 4 + 1), replace=False).tolist())
+        gone = {s for s in slots if rng.random() < 0.1}
         occupied -= gone
         hits = {s for s in occupied if rng.random() < 0.4}
-        count = int(rng.integers(0, size - len(hits) + 1))
-        free = set(range(size)) - occupied
-        victims = yield (pad(gone, size, rng), pad(hits, size, rng), jnp.int32(count)), free, hits
+        count = int(rng.integers(0, len(slots) - len(hits) + 1))
+        free = slots - occupied
+        victims = yield (pad(gone, rng=rng), pad(hits, rng=rng), jnp.int32(count)), free, hits
         occupied |= set(victims)
+
+
+def play(policy, state, slots, rounds, rng):
+    """Random rounds, checked; arguments and victims of each, and the last state."""
+    source = random_rounds(slots, rounds, rng)
+    arguments, free, hits = next(source)
+    record = []
+    while True:
+        victims, state = policy.round(state, *arguments)
+        record.append((*arguments, victims))
+        given = listed(victims)
+        assert len(given) == int(arguments[-1])
+        assert set(given) <= slots - hits
+        assert set(given[: len(free)]) <= free, "free slots go first"
+        if hasattr(policy.policy, "audit") and len(slots) == policy.size:
+            occupied = np.isin(np.arange(policy.size), list((slots - free) | set(given)))
+            policy.policy.audit(jax.tree.map(np.asarray, state), occupied)
+        try:
+            arguments, free, hits = source.send(given)
+        except StopIteration:
+            return record, state
 
 
 def same(a, b):
@@ -91,140 +149,146 @@ def test_is_a_policy(policy):
     assert hash(policy.policy) == hash(type(policy.policy)())
 
 
-@pytest.mark.parametrize("size", [*SIZES, 100])
-def test_victims_of_random_rounds(policy, size, rng):
-    step, state = make_round(policy, size), policy.init(size)
-    rounds = random_rounds(size, 60, rng)
-    arguments, free, hits = next(rounds)
-    while True:
-        listed, state = step(state, *arguments)
-        count = int(arguments[-1])
-        listed = np.asarray(listed).tolist()
-        victims = listed[:count]
-        assert listed[count:] == [EMPTY] * (size - count)
-        assert len(set(victims)) == count
-        assert set(victims) <= set(range(size)) - hits
-        assert set(victims[: len(free)]) <= free, "free slots go first"
-        try:
-            arguments, free, hits = rounds.send(victims)
-        except StopIteration:
-            break
+def test_victims_of_random_rounds(policy, rng):
+    play(policy, policy.init(), set(range(SIZE)), 60, rng)
+    assert max(policy.traced.values()) == 1, "rounds share one trace"
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_nothing_asked_nothing_given(policy, size):
-    state = full(policy, size)
-    victims, after = policy.evict(state, jnp.int32(0), size)
-    assert np.asarray(victims).tolist() == [EMPTY] * size
+def test_victims_in_a_pool_of_one_slot(name, rng):
+    play(TINY[name], TINY[name].init(), {0}, 12, rng)
+
+
+def test_retired_slots_never_come_back(policy, rng):
+    """A replay makes a smaller pool by an evict before any round, whose slots it never touches."""
+    for size in (1, 20):
+        gone, state = retire(policy, SIZE - size)
+        play(policy, state, set(range(SIZE)) - gone, 12, rng)
+
+
+def test_nothing_asked_nothing_given(sized):
+    state = full(sized)
+    victims, after = sized.evict(state, jnp.int32(0))
+    assert listed(victims) == []
     same(state, after)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_all_free_slots_can_be_had_at_once(policy, size):
-    state = policy.touch(policy.init(size), Touch(pad([], size)))
-    victims, state = policy.evict(state, jnp.int32(size), size)
-    assert sorted(np.asarray(victims).tolist()) == list(range(size))
-    victims, _ = policy.evict(state, jnp.int32(1), size)
-    assert set(np.asarray(victims).tolist()) == {EMPTY}, "all slots have left the books"
+def test_all_free_slots_can_be_had_at_once(sized):
+    state = sized.open(sized.init(), pad([]))
+    victims, state = sized.evict(state, jnp.int32(sized.size))
+    assert sorted(listed(victims)) == list(range(sized.size))
+    victims, _ = sized.evict(state, jnp.int32(1))
+    assert listed(victims) == [], "all slots have left the books"
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_touched_slot_is_never_given_however_many_are_asked_for(policy, size):
-    hits = list(range(0, size, 2))
-    state = policy.touch(full(policy, size), Touch(pad(hits, size)))
-    victims, _ = policy.evict(state, jnp.int32(size), size)
-    assert set(np.asarray(victims).tolist()) - {EMPTY} == set(range(size)) - set(hits)
-
-
-def test_a_list_may_be_longer_than_the_pool(policy):
-    victims, _ = policy.evict(full(policy, 5), jnp.int32(9), 9)
-    assert sorted(np.asarray(victims).tolist()) == [EMPTY] * 4 + [0, 1, 2, 3, 4]
+def test_a_touched_slot_is_never_given_however_many_are_asked_for(sized):
+    hits = list(range(0, sized.size, 2))
+    state = sized.open(full(sized), pad(hits))
+    victims, _ = sized.evict(state, jnp.int32(LIST))
+    assert set(listed(victims)) == set(range(sized.size)) - set(hits)
 
 
 def test_forgotten_slots_are_free(policy, rng):
-    state = full(policy, 33)
-    victims, state = policy.evict(state, jnp.int32(3), 33)
+    state = full(policy)
+    victims, state = policy.evict(state, jnp.int32(3))
     gone = {7, 31, 32, int(victims[0])}
-    state = policy.forget(state, pad(gone, 33, rng))
-    given, _ = policy.evict(state, jnp.int32(len(gone)), 33)
-    assert set(np.asarray(given).tolist()) == gone | {EMPTY}
+    state = policy.forget(state, pad(gone, rng=rng))
+    given, _ = policy.evict(state, jnp.int32(len(gone)))
+    assert set(listed(given)) == gone
 
 
-def test_a_round_without_use_still_protects_what_it_inserts(policy):
-    state = full(policy, 33)
-    victims, state = policy.evict(state, jnp.int32(10), 33)
-    state = policy.touch(state, Touch(victims, inserted=True))
-    rest, _ = policy.evict(state, jnp.int32(33), 33)
-    assert not set(np.asarray(rest).tolist()) & (set(np.asarray(victims).tolist()) - {EMPTY})
+def test_a_second_evict_in_a_round_spares_what_it_used_and_inserted(policy):
+    """As when rows are fetched ahead; rows that are here already count as used by then."""
+    hits, here = {1, 2, 3, 20}, {10, 32}
+    state = policy.open(full(policy), pad(hits))
+    victims, state = policy.evict(state, jnp.int32(5))
+    inserted = set(listed(victims))
+    here -= inserted
+    state = policy.insert(policy.insert(state, victims), pad(here))
+    more, state = policy.evict(state, jnp.int32(4))
+    more = set(listed(more))
+    assert len(more) == 4
+    assert not more & (hits | inserted | here)
+    rest, _ = policy.evict(policy.insert(state, pad(more)), jnp.int32(LIST))
+    assert set(listed(rest)) == set(range(SIZE)) - hits - inserted - here - more
 
 
-def test_padding_may_stand_anywhere(policy):
-    state = full(policy, 33)
-    packed = policy.touch(state, Touch(pad([3, 32, 5], 9)))
-    strewn = policy.touch(state, Touch(jnp.asarray([EMPTY, 32, EMPTY, EMPTY, 5, 3, EMPTY, EMPTY, EMPTY], jnp.int32)))
-    same(packed, strewn)
-    same(policy.forget(state, pad([2], 4)), policy.forget(state, jnp.asarray([EMPTY, 2], jnp.int32)))
-    same(state, policy.forget(state, pad([], 4)))
+def test_padding_may_stand_anywhere(policy, rng):
+    state = full(policy)
+    same(policy.open(state, pad([3, 32, 5])), policy.open(state, pad([32, 5, 3], rng=rng)))
+    same(policy.forget(state, pad([2])), policy.forget(state, pad([2], rng=rng)))
+    same(state, policy.forget(state, pad([])))
 
 
 def test_lists_may_have_no_entries(policy):
-    state = full(policy, 33)
-    none = jnp.zeros(0, jnp.int32)
-    same(policy.touch(state, Touch(none)), policy.touch(state, Touch(pad([], 3))))
-    same(policy.forget(state, none), state)
-    victims, after = policy.evict(state, jnp.int32(0), 0)
+    state, none = full(policy), jnp.zeros(0, jnp.int32)
+    for inserted in (False, True):
+        for found, expected in zip(
+            jax.tree.leaves(policy.policy.touch(state, policy.use(none, inserted))),
+            jax.tree.leaves((policy.insert if inserted else policy.open)(state, pad([]))),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(found, expected)
+    same(policy.policy.forget(state, none), state)
+    victims, after = policy.policy.evict(state, jnp.int32(0), 0)
     assert victims.shape == (0,)
     same(state, after)
 
 
-def recorded(policy, size, rounds, rng):
-    """Arguments of some rounds, stacked; victims and last state when they are run one by one."""
-    source = random_rounds(size, rounds, rng)
-    state, arguments, victims = policy.init(size), [], []
-    now, _, _ = next(source)
-    for _ in range(rounds):
-        given, state = make_round(policy, size)(state, *now)
-        arguments.append(now)
-        victims.append(given)
-        try:
-            now, _, _ = source.send([v for v in np.asarray(given).tolist() if v != EMPTY])
-        except StopIteration:
-            break
-    return jax.tree.map(lambda *x: jnp.stack(x), *arguments), jnp.stack(victims), state
+def test_vmap_of_scan_gives_the_same(policy, rng):
+    """Over pools of several sizes, as in a replay."""
+    starts, records, ends = [], [], []
+    for retired in (0, 10, 32):
+        gone, state = retire(policy, retired)
+        record, end = play(policy, state, set(range(SIZE)) - gone, 6, rng)
+        starts.append(state)
+        records.append(jax.tree.map(lambda *rounds: jnp.stack(rounds), *record))
+        ends.append(end)
+
+    def stack(trees):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+    def lane(state, rounds):
+        def body(state, now):
+            victims, state = Operations(policy.policy, SIZE, compiled=False).round(state, *now)
+            return state, victims
+
+        return jax.lax.scan(body, state, rounds)
+
+    *arguments, victims = stack(records)
+    same(jax.jit(jax.vmap(lane))(stack(starts), tuple(arguments)), (stack(ends), victims))
 
 
-def test_scan_gives_the_same(policy, rng):
-    arguments, victims, state = recorded(policy, 33, 6, rng)
-
-    def body(carry, now):
-        given, carry = make_round(policy, 33)(carry, *now)
-        return carry, given
-
-    scanned = jax.jit(lambda s, a: jax.lax.scan(body, s, a))(policy.init(33), arguments)
-    same(scanned, (state, victims))
+SEES_SCORES = sorted(name for name, cls in POLICIES.items() if hasattr(cls, "observe"))
 
 
-def test_vmap_gives_the_same(policy, rng):
-    runs = [recorded(policy, 33, 6, rng) for _ in range(3)]
-    lanes = jax.tree.map(lambda *x: jnp.stack(x), *[arguments for arguments, _, _ in runs])
-    step = jax.jit(jax.vmap(make_round(policy, 33)))
-    states = jax.tree.map(lambda x: jnp.stack([x] * 3), policy.init(33))
-    for t in range(6):
-        victims, states = step(states, *jax.tree.map(lambda x, t=t: x[:, t], lanes))
-        for lane, (_, expected, _) in enumerate(runs):
-            np.testing.assert_array_equal(victims[lane], expected[t])
-    for lane, (_, _, expected) in enumerate(runs):
-        same(jax.tree.map(lambda x, lane=lane: x[lane], states), expected)
-
-
-def test_rounds_share_one_trace(policy, rng):
-    traced = []
-
-    def counted(*arguments):
-        traced.append(1)
-        return make_round(policy, 33)(*arguments)
-
-    step, state = jax.jit(counted), policy.init(33)
-    for count in (0, 3, 17):
-        _, state = step(state, pad([], 33), pad([], 33), jnp.int32(count))
-    assert len(traced) == 1
+@pytest.mark.parametrize("name", SEES_SCORES)
+def test_observing_breaks_no_promise(name, rng):
+    """Ranked rows may be used ones, idle ones, or elsewhere; padding may stand anywhere."""
+    policy = COMPILED[name]
+    hits, free, given_up = {4, 8, 30}, {0, 9}, set()
+    state = policy.open(policy.forget(full(policy), pad(free)), pad(hits))
+    k, ranked = 10, 20
+    assert depth(policy.policy) * k >= ranked
+    slots = np.full(LIST, EMPTY, np.int32)
+    slots[:ranked] = [*hits, *rng.permutation([s for s in range(SIZE) if s not in hits | free])[:12], *[EMPTY] * 5]
+    real = np.arange(LIST) < ranked
+    ranking = Ranking(
+        slots=jnp.asarray(slots),
+        addresses=jnp.asarray(np.where(real, 100 + np.arange(LIST), EMPTY), jnp.int32),
+        requests=jnp.asarray(np.where(real, 0, EMPTY), jnp.int32),
+        ranks=jnp.asarray(np.where(real, np.arange(LIST), EMPTY), jnp.int32),
+        margins=jnp.asarray(np.where(real, 3.0 - 0.3 * np.arange(LIST), -np.inf), jnp.float32),
+        k=k,
+    )
+    seen, order = policy.observe(state, ranking), rng.permutation(LIST)
+    same(seen, policy.observe(state, jax.tree.map(lambda x: x[order], ranking)))
+    victims, seen = policy.evict(seen, jnp.int32(12))
+    given_up = set(listed(victims))
+    assert len(given_up) == 12
+    assert not given_up & hits
+    assert free <= given_up
+    idle = [s for s in range(SIZE) if s not in hits | free | set(slots.tolist())]
+    assert len(idle) >= 10
+    assert given_up - free <= set(idle), "rows below everything ranked go before ranked ones"
+    rest, _ = policy.evict(policy.insert(seen, victims), jnp.int32(LIST))
+    assert set(listed(rest)) == set(range(SIZE)) - hits - given_up

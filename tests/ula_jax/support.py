@@ -15,6 +15,7 @@ from ula_jax.parallel import AXIS, Parallel, make_mesh
 from ula_jax.placements import PLACEMENTS, make_placement
 from ula_jax.placements.base import Counters, Query, Selection
 from ula_jax.policies import make_policy
+from ula_jax.policies.base import depth
 from ula_jax.rows import RowFormat
 from ula_jax.spec import Budget, KVSpec
 
@@ -95,6 +96,9 @@ class Harness:
         self.budget, self.capacity = self._smallest()
         self.ranks, self.stripe = self.capacity.ranks, self.capacity.stripe
         self.mesh = make_mesh(devices)
+        looks = depth(getattr(self.placement, "policy", None))
+        self.ranks_seen = int(looks * topk) if looks > 1 else 0
+        """Ranks that the policy is shown of each request's scores."""
         self.in_place = {}
         """Whether steps of so many tokens read the host in place."""
         self.traces = []
@@ -105,7 +109,7 @@ class Harness:
         make = over(lambda: _expand(self.placement.init(self.spec, self.budget)), in_specs=(), out_specs=P(AXIS))
         self.start = jax.jit(make, out_shardings=self._shardings(jax.eval_shape(make)))
         donating = functools.partial(jax.jit, donate_argnums=0)
-        self.step = donating(over(self._step, in_specs=(P(AXIS), *[by_rank] * 5), out_specs=P(AXIS)))
+        self.step = donating(over(self._step, in_specs=(P(AXIS), *[by_rank] * 7), out_specs=P(AXIS)))
         self.release = donating(over(self._release, in_specs=(P(AXIS), by_rank), out_specs=P(AXIS)))
 
     def _smallest(self):
@@ -129,13 +133,15 @@ class Harness:
 
         return jax.tree_util.tree_map_with_path(place, groups)
 
-    def _step(self, groups, selected, new, requests, rows, query):
+    def _step(self, groups, selected, new, requests, ranked, margins, rows, query):
         self.traces.append(new.shape[-1])
         groups = list(_squeeze(groups))
-        selected, new, requests, rows, query = _squeeze((selected, new, requests, rows, query))
+        selected, new, requests, ranked, margins, rows, query = _squeeze(
+            (selected, new, requests, ranked, margins, rows, query)
+        )
         words, outputs, counters = [], [], []
         for g, layers in enumerate(GROUPS):
-            selection = Selection(selected[g], new, requests)
+            selection = Selection(selected[g], new, requests, ranked[g], margins[g])
             readable, groups[g], counted = self.placement.resolve(groups[g], selection)
             self.in_place[new.shape[1]] = readable.in_place
             counters.append(jax.numpy.stack(counted))
@@ -164,7 +170,7 @@ class World:
     """
 
     def __init__(self, harness):
-        self.h, self.rng = harness, np.random.default_rng(0)
+        self.h, self.rng, self.ranking = harness, np.random.default_rng(0), np.random.default_rng(1)
         self.every = 3 if harness.devices == 8 else 1
         """Invariants are checked after so many steps, and after every release."""
         self.groups = harness.start()
@@ -172,6 +178,8 @@ class World:
         self.words = [[np.zeros((harness.ranks, size, w), np.uint32) for w in fmt.lanes] for _ in range(LAYERS)]
         self.numbers = np.zeros((LAYERS, harness.ranks, size, LATENT + ROPE), np.float32)
         self.live = [set() for _ in range(harness.ranks)]
+        self.owner = [{} for _ in range(harness.ranks)]
+        """Request that stored each address."""
         self.outputs = []
         """(output, lse) of each step, layer and device."""
 
@@ -196,8 +204,11 @@ class World:
         query = self.rng.standard_normal((LAYERS, *shape, HEADS, LATENT + ROPE)).astype(np.float32)
 
         before = [self.locations(group) for group in self.groups]
+        ranked, margins = self._rank_rows(selected, new)
         lanes = [tuple(lane.reshape(h.ranks, -1, lane.shape[-1]) for lane in words) for words, _ in rows]
-        self.groups, *found = h.step(self.groups, tuple(selected), new, requests, lanes, tuple(query))
+        self.groups, *found = h.step(
+            self.groups, tuple(selected), new, requests, tuple(ranked), tuple(margins), lanes, tuple(query)
+        )
         words, outputs, counters = jax.tree.map(np.asarray, found)
         self._store(new, rows)
         for group, layers in enumerate(GROUPS):
@@ -240,6 +251,24 @@ class World:
         here = np.flatnonzero(self.locations(self.groups[group])[device] >= 0)
         return set((here * stripe + device % stripe).tolist())
 
+    def _rank_rows(self, selected, new):
+        """What the indexer might have said of each request's last token: its selection, then others of its rows."""
+        k, shape = self.h.spec.topk, (*selected.shape[:3], self.h.ranks_seen)
+        ranked, margins = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
+        margins[:] = np.sort(self.ranking.standard_normal(shape).astype(np.float32))[..., ::-1]
+        for group, rank, number in np.ndindex(*shape[:3]) if self.h.ranks_seen else ():
+            tokens = [row[row >= 0] for row in selected[group, rank, number]]
+            last = next((row for row in reversed(tokens) if row.size), np.zeros(0, np.int32))
+            if last.size < k:
+                ranked[group, rank, number, : last.size] = last
+                continue
+            shown = set(ranked[group, rank].ravel().tolist()) | set(selected[group, rank].ravel().tolist())
+            own = {address for address in self.live[rank] - shown if self.owner[rank][address] == number}
+            others = self.ranking.permutation(sorted(own))[: shape[3] - k]
+            best = np.concatenate([last, others]).astype(np.int32)
+            ranked[group, rank, number, : best.size] = best
+        return ranked, np.where(ranked >= 0, margins, -np.inf).astype(np.float32)
+
     def _rank(self, device):
         return 0 if self.h.tp else device
 
@@ -248,6 +277,8 @@ class World:
             real = new[rank].reshape(-1) >= 0
             at = new[rank].reshape(-1)[real]
             self.live[rank] |= set(at.tolist())
+            for number, addresses in enumerate(new[rank]):
+                self.owner[rank].update(dict.fromkeys(addresses[addresses >= 0].tolist(), number))
             for layer, (words, numbers) in enumerate(rows):
                 for table, lane in zip(self.words[layer], words, strict=True):
                     table[rank, at] = lane.reshape(self.h.ranks, real.size, -1)[rank, real]
@@ -276,7 +307,7 @@ class World:
         assert found.dropped == 0
         assert found.selected == len(entries)
         assert found.peer_rows == len(entries) - len(own)
-        assert found.hits + found.host_fetches == found.unique
+        assert found.hits + found.host_fetches - found.prefetched == found.unique
         if self.h.in_place[selected.shape[2]]:
             assert (found.unique, found.hits) == (len(entries), 0)
         elif not self.h.capacity.host_slots:
@@ -285,7 +316,7 @@ class World:
             hits = int((location[stored // stripe] >= 0).sum())
             assert (found.unique, found.hits) == (len(stored), hits)
             if self.h.placement.exclusive:
-                occupied, arriving = int((location >= 0).sum()), len(stored) - hits + len(fresh)
+                occupied, arriving = int((location >= 0).sum()), len(stored) - hits + len(fresh) + found.prefetched
                 assert found.evictions == found.written_back == max(0, occupied + arriving - slots)
         if not self.h.placement.exclusive:
             assert found.written_back == len(fresh)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.ula_jax.story import Story
 from tests.ula_jax.support import World, harness, kinds
+from ula_jax.policies import POLICIES
 
 # Prefill chunks have a compiled step of their own in two layouts (HiSparse then reads the host in place).
 LAYOUTS = {
@@ -19,6 +20,9 @@ LAYOUTS = {
 }
 CASES = [(kind, layout) for layout in LAYOUTS for kind in kinds()]
 CASES += [(kind, layout) for layout in (("tp", 2, "fp8"), ("dp", 8, "bf16")) for kind in kinds(("lru", "pb_lru"))]
+# Every policy in a compiled step; Belady knows the future, which no step does.
+CASES += [(("ula", policy), ("dp", 1, "fp32")) for policy in POLICIES if policy != "belady"]
+CASES += [(("hisparse", "prefetch"), ("dp", 1, "fp32")), (("ula", "prefetch"), ("tp", 2, "fp8"))]
 CASES = list(dict.fromkeys(CASES))
 
 

@@ -5,6 +5,7 @@ tiers at once, so evictions are free. A step that needs more rows than a buffer 
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -24,11 +25,12 @@ from ula_jax.placements.base import (
     whole_pages,
 )
 from ula_jax.policies import LRU
-from ula_jax.policies.base import Policy, Touch
+from ula_jax.policies.base import Policy, Ranking, Touch
+from ula_jax.policies.round import Round, play
 from ula_jax.pool import Group
 from ula_jax.spec import Budget, Capacity, KVSpec
 from ula_jax.striping import Striping
-from ula_jax.types import EMPTY, Lanes, Slots
+from ula_jax.types import EMPTY, Array, Float32, Int32, Lanes, Slots
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,18 @@ class HiSparse:
         request = jnp.maximum(selection.requests, 0)
         base = request[:, None] * buffer
         states = jax.tree.map(lambda leaf: leaf[request], group.policy)
-        given, states = jax.vmap(self._round)(states, needed, maps.device_slot(location) - base)
-        target = jnp.where(given >= 0, given + base, EMPTY)
+        ranked = selection.ranked
+        given, ahead, states = jax.vmap(partial(self._round, buffer, valid.shape[-1]))(
+            states,
+            needed,
+            maps.device_slot(location) - base,
+            ranked,
+            maps.device_slot(maps.locate(group.mapping, ranked)) - base,
+            selection.margins,
+        )
+        rows = jnp.concatenate([needed, ranked], axis=1)
+        target = jnp.concatenate([given, ahead], axis=1)
+        target = jnp.where(target >= 0, target + base, EMPTY)
         policy = jax.tree.map(
             lambda whole, part: whole.at[selection.requests].set(part, mode="drop", wrap_negative_indices=False),
             group.policy,
@@ -106,14 +118,14 @@ class HiSparse:
         )
         missing = (needed >= 0) & (location < 0)
         is_new = jnp.any(needed[:, :, None] == jnp.where(selection.new >= 0, selection.new, -2)[:, None], axis=-1)
-        fetched = missing & ~is_new
+        fetched = jnp.concatenate([missing & ~is_new, ahead >= 0], axis=1)
         victim = maps.lookup(group.mapping.device_address, target, EMPTY)
         mapping = maps.put_on_host(group.mapping, victim.reshape(-1), victim.reshape(-1))
-        mapping = maps.put_on_device(mapping, jnp.where(missing, needed, EMPTY).reshape(-1), target.reshape(-1))
+        mapping = maps.put_on_device(mapping, jnp.where(target >= 0, rows, EMPTY).reshape(-1), target.reshape(-1))
         group = replace(group, mapping=mapping, policy=policy)
         group = pool.fetch(
             group,
-            jnp.where(fetched, needed, EMPTY).reshape(-1),
+            jnp.where(fetched, rows, EMPTY).reshape(-1),
             jnp.where(fetched, target, EMPTY).reshape(-1),
         )
         counters = Counters.zero(
@@ -121,9 +133,10 @@ class HiSparse:
             unique=jnp.sum((needed >= 0) & ~is_new),
             hits=jnp.sum((location >= 0) & (needed >= 0)),
             host_fetches=jnp.sum(fetched),
+            prefetched=jnp.sum(ahead >= 0),
             evictions=jnp.sum(victim >= 0),
             written_back=jnp.sum(new >= 0),
-            dropped=jnp.sum(missing & (target < 0)),
+            dropped=jnp.sum(missing & (given < 0)),
         )
         readable = Readable(
             maps.device_slot(maps.locate(mapping, selection.addresses)),
@@ -133,14 +146,25 @@ class HiSparse:
         )
         return readable, group, counters
 
-    def _round(self, state: Any, needed: Slots, slots: Slots) -> tuple[Slots, Any]:
-        """One request's round: device slots (within its buffer) for the needed rows that miss."""
+    def _round(
+        self,
+        buffer: int,
+        k: int,
+        state: Any,
+        needed: Slots,
+        slots: Slots,
+        ranked: Int32[Array, " depth"],
+        ranked_slots: Int32[Array, " depth"],
+        margins: Float32[Array, " depth"],
+    ) -> Round:
+        """One request's round; slots count within its buffer, negative where the row is not there."""
         hits = jnp.where((needed >= 0) & (slots >= 0), slots, EMPTY)
-        state = self.policy.touch(state, Touch(hits, needed))
-        missing = (needed >= 0) & (hits < 0)
-        given, state = self.policy.evict(state, jnp.sum(missing, dtype=jnp.int32), needed.size)
-        target = maps.lookup(given, jnp.where(missing, jnp.cumsum(missing) - 1, EMPTY), EMPTY)
-        return target, self.policy.touch(state, Touch(target, needed, inserted=True))
+        ranking = None
+        if ranked.size:
+            here = jnp.where((ranked >= 0) & (ranked_slots >= 0), ranked_slots, EMPTY)
+            ranks = jnp.arange(ranked.size, dtype=jnp.int32)
+            ranking = Ranking(here, ranked, jnp.zeros_like(ranked), ranks, margins, k)
+        return play(self.policy, state, Touch(hits, needed), ranking, buffer)
 
     def append(self, group: Group, layer: int, readable: Readable, rows: Lanes) -> Group:
         group = pool.write_host(group, layer, readable.new_host, rows)

@@ -17,10 +17,11 @@ from ula_jax.parallel import Parallel
 from ula_jax.placements.base import Attended, Counters, Query, Readable, Selection, attend_rows, check_room
 from ula_jax.policies import PBLRU
 from ula_jax.policies.base import Policy, Touch
+from ula_jax.policies.round import play
 from ula_jax.pool import Group
 from ula_jax.spec import Budget, Capacity, KVSpec
 from ula_jax.striping import Striping
-from ula_jax.types import EMPTY, NOWHERE, Lanes, Scalar, Slots
+from ula_jax.types import EMPTY, NOWHERE, Array, Lanes, Scalar, Slots
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,15 @@ class Ula:
         location = maps.locate(group.mapping, needed)
         stored = (needed >= 0) & (location != NOWHERE)
         hit = location >= 0
-        policy = self.policy.touch(group.policy, Touch(maps.device_slot(location), needed))
         missing = (needed >= 0) & ~hit
-        limit = min(needed.size, group.mapping.device_address.size)
-        given, policy = self.policy.evict(policy, jnp.sum(missing, dtype=jnp.int32), limit)
-        target = maps.lookup(given, jnp.where(missing, jnp.cumsum(missing) - 1, EMPTY), EMPTY)
+        touch = Touch(maps.device_slot(location), needed, self._requests(group, needed, chosen, selection))
+        ranking = selection.ranking(self.striping.local(selection.ranked, rank), group.mapping)
+        targets, ahead, policy = play(self.policy, group.policy, touch, ranking, group.mapping.device_address.size)
 
-        source = maps.host_slot(location)
+        rows, target = needed, targets
+        if ranking is not None:
+            rows, target = jnp.concatenate([needed, ranking.addresses]), jnp.concatenate([targets, ahead])
+        source = jnp.where(target >= 0, maps.host_slot(maps.locate(group.mapping, rows)), EMPTY)
         victim = maps.lookup(group.mapping.device_address, target, EMPTY)
         mapping = maps.free_host(group.mapping, source)
         refuge, mapping = maps.take_host(mapping, victim >= 0)
@@ -98,8 +101,7 @@ class Ula:
             refuge,
         )
         mapping = maps.put_on_host(mapping, victim, refuge)
-        mapping = maps.put_on_device(mapping, jnp.where(missing, needed, EMPTY), target)
-        policy = self.policy.touch(policy, Touch(target, jnp.where(missing, needed, EMPTY), inserted=True))
+        mapping = maps.put_on_device(mapping, jnp.where(target >= 0, rows, EMPTY), target)
 
         evicted = victim >= 0
         valid = selection.addresses >= 0
@@ -108,10 +110,11 @@ class Ula:
             unique=jnp.sum(stored),
             hits=jnp.sum(hit),
             host_fetches=jnp.sum(source >= 0),
+            prefetched=jnp.sum(ahead >= 0),
             evictions=jnp.sum(evicted),
             written_back=jnp.sum(refuge >= 0),
             peer_rows=jnp.sum(valid & (chosen < 0)),
-            dropped=jnp.sum(missing & (target < 0)) + jnp.sum(evicted & (refuge < 0)),
+            dropped=jnp.sum(missing & (targets < 0)) + jnp.sum(evicted & (refuge < 0)),
         )
         readable = Readable(
             maps.device_slot(maps.locate(mapping, chosen)),
@@ -133,6 +136,12 @@ class Ula:
     def release(self, group: Group, addresses: Slots) -> Group:
         slots, mapping = maps.drop(group.mapping, self.striping.local(addresses, self._rank()))
         return replace(group, mapping=mapping, policy=self.policy.forget(group.policy, slots))
+
+    def _requests(self, group: Group, needed: Slots, chosen: Array, selection: Selection) -> Slots:
+        """A request that needs each row, EMPTY for rows that are only written."""
+        each = jnp.broadcast_to(selection.requests[:, None], (chosen.shape[0], chosen[0].size))
+        table = jnp.full(group.mapping.location.size, EMPTY, jnp.int32)
+        return maps.lookup(maps.store(table, chosen.reshape(-1), each.reshape(-1)), needed, EMPTY)
 
     def _rank(self) -> Scalar | int:
         return jax.lax.axis_index(self.parallel.axis) if self.striping.devices > 1 else 0

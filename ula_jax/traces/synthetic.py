@@ -12,10 +12,12 @@ number.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
+
+from ula_jax.traces.trace import Trace
 
 SLOW, SLOW_RATE = np.float32(0.7936), np.float32(0.9989)
 FAST, FAST_RATE = np.float32(0.6464), np.float32(0.8739)
@@ -37,6 +39,8 @@ class TraceConfig:
     """`f` above, where `overlap` is None."""
     churn: float = 0.004
     """Probability that a request ends before a round."""
+    depth: float = 1.0
+    """Ranks to keep, in units of `k`: above 1 for policies that look at scores or prefetch."""
     seed: int = 0
 
     def __post_init__(self):
@@ -45,46 +49,25 @@ class TraceConfig:
                 f"k: expected 1 to {int(0.7 * self.positions)} (the shortest request), found {self.k}; "
                 f"select fewer or raise positions"
             )
+        if not 1 <= self.depth <= 0.7 * self.positions / self.k:
+            raise ValueError(
+                f"depth: expected 1 to {0.7 * self.positions / self.k:.1f} (the shortest request), found {self.depth}; "
+                f"keep fewer ranks or raise positions"
+            )
         if self.overlap is not None and not 0 < self.overlap < 1:
             raise ValueError(f"overlap: expected between 0 and 1, found {self.overlap}; or None, with fluctuation")
 
 
-@dataclass(frozen=True)
-class Trace:
-    """One layer group's selections."""
-
-    selected: Int32[np.ndarray, "rounds requests k"]
-    """Positions, ascending in each row."""
-    finished: Bool[np.ndarray, "rounds requests"]
-    """The request was replaced before this round: its rows are gone, its positions start anew."""
-    positions: int
-    """Every position is below this number."""
-
-    def addresses(self) -> Int32[np.ndarray, "rounds requests k"]:
-        """Positions made distinct over the requests: `request * positions + position`."""
-        base = np.arange(self.selected.shape[1], dtype=np.int32) * self.positions
-        return self.selected + base[None, :, None]
-
-    def overlap(self) -> float:
-        """Mean share of a selection that was in the same request's selection one round earlier."""
-        shares = [
-            np.intersect1d(before, now, assume_unique=True).size / now.size
-            for t in range(1, len(self.selected))
-            for before, now, new in zip(self.selected[t - 1], self.selected[t], self.finished[t], strict=True)
-            if not new
-        ]
-        return float(np.mean(shares))
-
-
 def generate(config: TraceConfig) -> Trace:
-    """A trace of `config.rounds` rounds; the same config gives the same trace."""
+    """A trace of `config.rounds` rounds in one stream; the same config gives the same trace."""
     fluctuation = config.fluctuation if config.overlap is None else fit_fluctuation(config)
-    steps = list(_steps(config, fluctuation))
-    return Trace(
-        selected=np.stack([selected for selected, _ in steps]),
-        finished=np.stack([finished for _, finished in steps]),
-        positions=config.positions + config.rounds,
-    )
+    shape = (1, config.rounds, config.requests, int(config.depth * config.k))
+    positions, scores = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    finished = np.empty((1, config.rounds, config.requests), bool)
+    for t, (ranked, score, gone) in enumerate(_steps(config, fluctuation)):
+        positions[0, t], scores[0, t], finished[0, t] = ranked, score, gone
+    meta = {"source": "synthetic", **asdict(config), "fluctuation": fluctuation}
+    return Trace(positions, finished, config.k, config.positions + config.rounds, scores, meta=meta)
 
 
 def fit_fluctuation(config: TraceConfig, rounds: int = 40, halvings: int = 10) -> float:
@@ -93,17 +76,8 @@ def fit_fluctuation(config: TraceConfig, rounds: int = 40, halvings: int = 10) -
     low, high = 0.02, 6.0
     for _ in range(halvings):
         middle = (low * high) ** 0.5
-        probe = TraceConfig(
-            config.requests,
-            config.positions,
-            rounds,
-            config.k,
-            None,
-            middle,
-            churn=0.0,
-            seed=config.seed,
-        )
-        if generate(probe).overlap() > config.overlap:
+        probe = replace(config, rounds=rounds, overlap=None, fluctuation=middle, churn=0.0, depth=1.0)
+        if overlap(generate(probe)).mean() > config.overlap:
             low = middle
         else:
             high = middle
@@ -112,7 +86,9 @@ def fit_fluctuation(config: TraceConfig, rounds: int = 40, halvings: int = 10) -
 
 def _steps(
     config: TraceConfig, fluctuation: float
-) -> Iterator[tuple[Int32[np.ndarray, "requests k"], Bool[np.ndarray, " requests"]]]:
+) -> Iterator[
+    tuple[Int32[np.ndarray, "requests depth"], Float32[np.ndarray, "requests depth"], Bool[np.ndarray, " requests"]]
+]:
     rng = np.random.default_rng(config.seed)
     capacity = config.positions + config.rounds
     shape = (config.requests, capacity)
@@ -129,7 +105,7 @@ def _steps(
 
     static, slow, fast = normal(*shape), normal(*shape), normal(*shape)
     lengths = new_lengths(config.requests)
-    scale, rows = np.float32(fluctuation), np.arange(config.requests)
+    scale, rows, depth = np.float32(fluctuation), np.arange(config.requests), int(config.depth * config.k)
     for _ in range(config.rounds):
         finished = rng.random(config.requests) < config.churn
         if finished.any():
@@ -141,6 +117,8 @@ def _steps(
         score = static + SLOW * slow + scale * (FAST * fast + WHITE * normal(*shape))
         score[np.arange(capacity) >= lengths[:, None]] = -np.inf
         score[rows, lengths - 1] = NEWEST
-        top = np.argpartition(score, capacity - config.k, axis=1)[:, capacity - config.k :]
-        yield np.sort(top, axis=1).astype(np.int32), finished
+        top = np.argpartition(score, capacity - depth, axis=1)[:, capacity - depth :]
+        best = np.take_along_axis(score, top, axis=1)
+        order = np.argsort(-best, axis=1, kind="stable")
+        yield np.take_along_axis(top, order, axis=1), np.take_along_axis(best, order, axis=1), finished
         lengths = np.minimum(lengths + 1, capacity)

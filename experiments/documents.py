@@ -1,23 +1,10 @@
-"""What every experiment shares: documents, the environment it ran in, and how it reports."""
+"""What experiments on text share: where the documents come from."""
 
-import json
-import platform
-import sys
 import sysconfig
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
-from typing import Any
 
-import jax
-from rich.console import Console
-from rich.table import Table
-
-stderr = Console(stderr=True)
-
-
-class UserError(Exception):
-    """Bad input: the message is one line and says what, expected, found, what to do."""
+from ula_jax.report import UserError
 
 
 def read_documents(files: Sequence[Path], length: int, count: int) -> list[list[int]]:
@@ -53,31 +40,3 @@ def python_library() -> list[Path]:
     """Modules of Python's own library, longest first."""
     files = Path(sysconfig.get_path("stdlib")).glob("*.py")
     return sorted(files, key=lambda file: (-file.stat().st_size, file.name))
-
-
-def environment() -> dict[str, Any]:
-    """What produced a result: command, versions, hardware, date."""
-    devices = jax.devices()
-    return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "date": date.today().isoformat(),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "platform": devices[0].platform.upper(),
-        "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "cpu": platform.processor() or platform.machine(),
-    }
-
-
-def print_table(table: Table) -> None:
-    """On stdout, wide enough not to fold when piped."""
-    Console(width=160).print(table)
-
-
-def report(result: dict[str, Any], out: Path, name: str) -> None:
-    """Write OUT/name.json and print the same document as the last line of stdout."""
-    out.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(result)
-    (out / f"{name}.json").write_text(line + "\n")
-    sys.stdout.flush()
-    print(line, flush=True)

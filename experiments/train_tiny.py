@@ -1,0 +1,470 @@
+"""Train the tiny byte-level GLM that ships in models/tiny, on Python's own library, by DeepSeek's DSA recipe.
+
+Dense first (a shorter context, then a long one), then the indexers alone imitate the frozen dense attention, then
+everything adapts to attention over the indexers' top-k. The same command continues a run that was stopped.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import tyro
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import models
+from experiments.model_card import write_card
+from experiments.python_corpus import Corpus, draw_windows, held_out_windows, python_corpus
+from models import Decoder, ModelConfig, abstract_model, init_model, save_checkpoint
+from models.training import Attention, Kernel, Losses, balanced, losses
+from ula_jax.parallel import Parallel, make_mesh
+from ula_jax.report import UserError, environment, progress_bar, report, stderr
+
+HUB = dict(
+    model_type="glm_moe_dsa", vocab_size=256, hidden_size=192, num_hidden_layers=8, num_attention_heads=8,
+    q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=24, intermediate_size=384,
+    moe_intermediate_size=96, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
+    norm_topk_prob=True, routed_scaling_factor=2.5, first_k_dense_replace=3, rms_norm_eps=1e-5, rope_theta=1e5,
+    index_topk=128, index_head_dim=32, index_n_heads=8, index_topk_freq=4, index_skip_topk_offset=3,
+    indexer_rope_interleave=True, num_nextn_predict_layers=1, max_position_embeddings=16384,
+)  # fmt: skip
+"""GLM-5.3's shape made small. The latent norms' eps is the default of this project and of transformers, 1e-6."""
+
+SMOKE_HUB = HUB | dict(
+    hidden_size=32, num_hidden_layers=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+    v_head_dim=8, intermediate_size=32, moe_intermediate_size=16, first_k_dense_replace=1, index_topk=8,
+    index_head_dim=8, indexer_types=["full", "shared"],
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """Contexts, batches and steps; by default about 20 minutes of one H200."""
+
+    out: Path = Path(models.__file__).parent / "tiny"
+    """Hub directory to write when training is complete."""
+    state: Path = Path("results/train_tiny")
+    """Where training state and log survive between calls."""
+    results: Path = Path("results")
+    stop_after: float | None = None
+    """Seconds after which to save and leave; None: run to the end."""
+    evaluate: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Only evaluate the state as it is and write the model."""
+    probe: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Only time a few steps of every stage with every attention kernel."""
+    dense_steps: int = 6000
+    dense_context: int = 2048
+    long_steps: int = 600
+    """Dense at the full context."""
+    warm_steps: int = 150
+    """Indexers alone."""
+    sparse_steps: int = 600
+    context: int = 8192
+    batch_tokens: int = 65536
+    """Bytes of a step of the dense stages."""
+    sparse_batch_tokens: int = 65536
+    """Bytes of a step once indexers take part."""
+    dense_kernel: Kernel | None = None
+    """None: cudnn on a GPU."""
+    sparse_kernel: Kernel | None = None
+    learning_rate: float = 2e-3
+    """Peak; the stages' schedules are multiples of it."""
+    weight_decay: float = 0.1
+    draft_weight: float = 0.3
+    """Of the MTP layer's loss."""
+    balance_rate: float = 2e-3
+    """Step of the routers' bias at the peak learning rate; falls with it."""
+    held_out: int = 32
+    """Windows that are evaluated at most."""
+    log_every: float = 20.0
+    """Seconds between lines of the log."""
+    save_every: float = 150.0
+    seed: int = 0
+    smoke: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """A much smaller model for a few steps; writes nothing to models/tiny."""
+
+    @property
+    def hub(self) -> dict[str, Any]:
+        return SMOKE_HUB if self.smoke else HUB
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some steps of one kind. Rates are multiples of the peak learning rate, from start to end along a cosine."""
+
+    name: str
+    steps: int
+    context: int
+    batch: int
+    attention: Attention
+    model_rate: tuple[float, float] | None
+    """Of everything but the indexers; None: frozen."""
+    indexer_rate: tuple[float, float] | None
+    warmup: int
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        rates = {"model": self.model_rate, "indexers": self.indexer_rate}
+        return tuple(half for half, rate in rates.items() if rate)
+
+    def control(self, done: int) -> dict[str, Any]:
+        """What a step after `done` others of the stage needs to know. As data: a schedule compiles nothing anew."""
+        cosine = 0.5 + 0.5 * math.cos(math.pi * done / self.steps)
+        ramp = min(1.0, (done + 1) / max(self.warmup, 1))
+        rates = {"model": self.model_rate or (0.0, 0.0), "indexers": self.indexer_rate or (0.0, 0.0)}
+        found = {half: np.float32(ramp * (end + (start - end) * cosine)) for half, (start, end) in rates.items()}
+        return {**found, "phase": np.int32(done % self.attention.imitate_every)}
+
+
+def stages(config: Config) -> tuple[Stage, ...]:
+    gpu = jax.default_backend() == "gpu"
+    kernel = config.dense_kernel or ("cudnn" if gpu else "chunked")
+    sparse = config.sparse_kernel or "chunked"
+    dense = Attention(dense_kernel=kernel, sparse_kernel=sparse)
+    imitating = dataclasses.replace(dense, imitate=True)
+    short, long = config.dense_context, config.context
+    if min(config.batch_tokens, config.sparse_batch_tokens) < long:
+        raise UserError(
+            f"batch: expected at least one sequence of {long} bytes a step, found {config.batch_tokens} and "
+            f"{config.sparse_batch_tokens} bytes; raise --batch-tokens and --sparse-batch-tokens"
+        )
+    batch, late = config.batch_tokens, config.sparse_batch_tokens
+    return (
+        Stage("dense", config.dense_steps, short, batch // short, dense, (1.0, 0.25), None, config.dense_steps // 30),
+        Stage("long", config.long_steps, long, batch // long, dense, (0.25, 0.05), None, 0),
+        Stage("warm", config.warm_steps, long, late // long, imitating, None, (1.0, 0.5), config.warm_steps // 10),
+        Stage(
+            "sparse", config.sparse_steps, long, late // long, dataclasses.replace(imitating, sparse=True),
+            (0.15, 0.01), (0.5, 0.05), config.sparse_steps // 30,
+        ),
+    )  # fmt: skip
+
+
+class Trainer:
+    """Parameters by name in float32, the model that they make in bf16 (or float32 on a CPU), and compiled steps."""
+
+    def __init__(self, config: Config):
+        self.config, self.mesh, self.parallel = config, make_mesh(1), Parallel("tp", 1)
+        self.model_config = ModelConfig.from_hub(config.hub)
+        # XLA:CPU computes bf16 products in float32 anyway, only slower.
+        self.dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+        # The second moment stays float32: its small steps are lost in bf16.
+        self.adam = optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.scale_by_adam(b1=0.9, b2=0.95, mu_dtype=jnp.bfloat16),
+            optax.add_decayed_weights(config.weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
+        )
+
+    def initial(self) -> dict[str, Any]:
+        """The state before the first step."""
+        drawn = init_model(self.model_config, self.mesh, self.parallel, self.config.seed, mtp=True)
+        flat = {"/".join(map(str, path)): value for path, value in nnx.to_flat_state(nnx.state(drawn, nnx.Param))}
+        parameters = {name: self._start(name, value) for name, value in flat.items()}
+        halves = {
+            "model": {name: value for name, value in parameters.items() if "/indexer/" not in name},
+            "indexers": {name: value for name, value in parameters.items() if "/indexer/" in name},
+        }
+        state = {
+            "parameters": halves,
+            "adam": {half: self.adam.init(tree) for half, tree in halves.items()},
+            "step": jnp.int32(0),
+        }
+        return jax.device_put(state, NamedSharding(self.mesh, P()))
+
+    def _start(self, name: str, parameter: nnx.Param) -> jax.Array:
+        value, init = parameter[...].astype(jnp.float32), parameter.get_metadata()["init"]
+        if init in ("norm", "bias", "router_bias"):  # drawn at random for tests; neutral here
+            return jnp.full_like(value, float(init == "norm"))
+        if name.endswith(("o_proj", "down_proj")):  # each layer adds two of them to the stream
+            return value * (2 * self.model_config.num_layers) ** -0.5
+        return value
+
+    def model(self, halves: dict[str, dict[str, Any]], dtype: Any = None) -> Decoder:
+        """The decoder of these parameters, cast to `dtype` (None: that of training) but for the routers' float32."""
+        parameters = halves["model"] | halves["indexers"]
+        shapes = abstract_model(self.model_config, self.mesh, self.parallel, dtype=dtype or self.dtype, mtp=True)
+        graphdef, state = nnx.split(shapes)
+        filled = [
+            (path, leaf.replace(parameters["/".join(map(str, path))].astype(leaf.dtype)))
+            for path, leaf in nnx.to_flat_state(state)
+        ]
+        return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+    @functools.cache  # noqa: B019 - one trainer a run
+    def step(self, attention: Attention, trained: tuple[str, ...]) -> Callable[..., tuple[Any, Any]]:
+        """Compiled (state, windows, control) -> (state, metrics); control is what `Stage.control` says."""
+
+        def advance(state, windows, control):
+            def objective(free):
+                found = losses(self.model(state["parameters"] | free), windows, attention, control["phase"])
+                # The two losses meet no common parameter: detached inputs keep them apart.
+                total = found.language + self.config.draft_weight * found.draft if "model" in trained else 0.0
+                return total + found.indexers.sum(), found
+
+            free = {half: state["parameters"][half] for half in trained}
+            gradients, found = jax.grad(objective, has_aux=True)(free)
+            parameters, adam = dict(state["parameters"]), dict(state["adam"])
+            for half in trained:
+                rate = self.config.learning_rate * control[half]
+                update, adam[half] = self.adam.update(gradients[half], adam[half], parameters[half])
+                parameters[half] = jax.tree.map(lambda p, u, rate=rate: p - rate * u, parameters[half], update)
+            if "model" in trained:
+                rate = self.config.balance_rate * control["model"]
+                parameters["model"] = self._balance(parameters["model"], found, rate)
+            state = {"parameters": parameters, "adam": adam, "step": state["step"] + 1}
+            return state, _metrics(found)
+
+        return self._compiled(advance, 3)
+
+    @functools.cache  # noqa: B019
+    def evaluator(self, attention: Attention) -> Callable[..., dict[str, Any]]:
+        """Compiled (parameters, windows) -> metrics."""
+        return self._compiled(lambda halves, windows: _metrics(losses(self.model(halves), windows, attention)), 2)
+
+    def _compiled(self, body: Callable[..., Any], arguments: int) -> Callable[..., Any]:
+        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=(P(),) * arguments, out_specs=P(), check_vma=False)
+        return jax.jit(mapped)
+
+    def _balance(self, parameters: dict[str, Any], found: Losses, rate: jax.Array) -> dict[str, Any]:
+        moved = {}
+        for layer, load in found.loads.items():
+            block = "mtp/block" if layer == self.model_config.num_layers else f"layers/{layer}"
+            name = f"{block}/mlp/router/bias"
+            moved[name] = balanced(parameters[name], load, rate)
+        return parameters | moved
+
+
+def _metrics(found: Losses) -> dict[str, jax.Array]:
+    """bits/byte, shares and nats of KL by name."""
+    bit = math.log(2)
+    loads = jnp.stack([jnp.max(load) / jnp.mean(load) for load in found.loads.values()])
+    return {
+        "language": found.language / bit, "draft": found.draft / bit, "accepted": found.accepted,
+        "kl": found.indexers, "load": loads.max(),
+    }  # fmt: skip
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Train until done or out of time; the result says which, and how good the model is."""
+    started = time.monotonic()
+    deadline = started + config.stop_after if config.stop_after else math.inf
+    if config.smoke:
+        config = smoke(config)
+    corpus = python_corpus(400_000 if config.smoke else None)
+    trainer, plan = Trainer(config), stages(config)
+    stderr.print(f"{len(corpus.train):,} bytes in {corpus.documents} documents; {_size(trainer):,} parameters")
+    if config.probe:
+        return {"probe": probe(trainer, plan, corpus, deadline), **environment()}
+    with _Files(config) as files:
+        state = files.restore(trainer.initial())
+        total = sum(stage.steps for stage in plan)
+        if not config.evaluate:
+            state = _train(trainer, plan, corpus, state, files, deadline)
+        done = int(state["step"])
+        result: dict[str, Any] = {"steps": done, "total_steps": total, "finished": done == total}
+        if done == total or config.evaluate:
+            result |= evaluate(trainer, plan, corpus, state["parameters"])
+            result |= {"parameters": _size(trainer), "train_bytes": len(corpus.train), "documents": corpus.documents}
+            result["log"] = files.log
+            result |= environment()
+            save_checkpoint(trainer.model(state["parameters"], jnp.bfloat16), config.out)
+            write_card(config.out, trainer.model_config, result, plan, config)
+        return {**result, **environment(), "seconds": time.monotonic() - started}
+
+
+def smoke(config: Config) -> Config:
+    changes = dict(
+        dense_steps=30, long_steps=4, warm_steps=4, sparse_steps=4, dense_context=32, context=64, batch_tokens=256,
+        sparse_batch_tokens=128, held_out=4,
+    )  # fmt: skip
+    for name in ("out", "state"):  # the shipped model and a real run stay as they are
+        if getattr(config, name) == getattr(Config(), name):
+            changes[name] = config.results / f"smoke_{name}"
+    return dataclasses.replace(config, **changes)
+
+
+def _train(trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, state, files: "_Files", deadline: float):
+    """Every step that is left, or until the deadline; the state is saved when it returns."""
+    config, done, first = trainer.config, int(state["step"]), 0
+    with progress_bar("steps") as progress:
+        for stage in plan:
+            last = first + stage.steps
+            if done < last:
+                bar = progress.add_task(stage.name, total=stage.steps, completed=done - first)
+                step = trainer.step(stage.attention, stage.trained)
+                held = held_out_windows(corpus, stage.context, config.held_out)
+                held = held[: max(1, len(held) // stage.batch) * stage.batch]
+                groups = [held[i : i + stage.batch] for i in range(0, len(held), stage.batch)]
+                waiting: collections.deque[Any] = collections.deque()
+                mark, mark_step, saved = time.monotonic(), done, time.monotonic()
+                while done < last:
+                    windows = draw_windows(corpus, config.seed, done, stage.batch, stage.context + 2)
+                    state, metrics = step(state, windows, stage.control(done - first))
+                    done += 1
+                    waiting.append(metrics)
+                    if len(waiting) > 2:  # stay two steps ahead of the device and no more, or the clock means nothing
+                        jax.block_until_ready(waiting.popleft())
+                    now = time.monotonic()
+                    if done == last or now - mark > config.log_every or now > deadline:
+                        # A step whose new state is dropped is an evaluation that needs no program of its own.
+                        chosen = groups if done == last else groups[:1]
+                        held_metrics = _mean([step(state, group, stage.control(0))[1] for group in chosen])
+                        rate = (done - mark_step) * stage.batch * stage.context / (time.monotonic() - mark)
+                        files.note(stage, done, last, _mean([metrics]), held_metrics, rate)
+                        progress.update(bar, completed=done - first)
+                        mark, mark_step = time.monotonic(), done
+                    if now > deadline:
+                        files.save(state, done)
+                        return state
+                    if now - saved > config.save_every:
+                        files.save(state, done)
+                        saved = now
+                files.save(state, done)
+            first = last
+    return state
+
+
+def evaluate(trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, parameters: dict[str, Any]) -> dict[str, Any]:
+    """bits/byte and accepted drafts on the held-out modules at the full context, dense and sparse."""
+    windows = held_out_windows(corpus, trainer.config.context, trainer.config.held_out)
+    found: dict[str, Any] = {"held_out_windows": len(windows), "context": trainer.config.context}
+    for name, sparse in (("dense", False), ("sparse", True)):
+        attention = dataclasses.replace(plan[-1].attention, sparse=sparse, imitate=False)
+        evaluator = trainer.evaluator(attention)
+        # One window a call: all calls then have one shape, whatever the number of windows.
+        metrics = _mean([evaluator(parameters, window[None]) for window in windows])
+        found |= {f"bits_per_byte_{name}": metrics["language"], f"accepted_drafts_{name}": metrics["accepted"]}
+        stderr.print(f"final weights, {name}: {metrics['language']:.4f} bits/byte, drafts {metrics['accepted']:.1%}")
+    return found
+
+
+def probe(trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, deadline: float) -> list[dict[str, Any]]:
+    """Seconds to compile and milliseconds a step by stage and kernel; a kernel that fails says why.
+
+    A stage whose cuDNN form works is not timed with the other, but for the sparse one, where either may be faster.
+    """
+    rows: list[dict[str, Any]] = []
+    kernels: tuple[Kernel, ...] = ("cudnn", "chunked") if jax.default_backend() == "gpu" else ("chunked",)
+    state = trainer.initial()
+    # The sparse stage is the least certain and comes first.
+    for stage in sorted(plan, key=lambda stage: not stage.attention.sparse):
+        for kernel in kernels:
+            if time.monotonic() > deadline:
+                return rows
+            attention = dataclasses.replace(stage.attention, dense_kernel=kernel, sparse_kernel=kernel)
+            windows = draw_windows(corpus, 0, 0, stage.batch, stage.context + 2)
+            row: dict[str, Any] = {"stage": stage.name, "kernel": kernel, "shape": [stage.batch, stage.context]}
+            rows.append(row)
+            try:
+                clock = time.monotonic()
+                step = trainer.step(attention, stage.trained)
+                jax.block_until_ready(step(state, windows, stage.control(0)))
+                row["compile_s"] = round(time.monotonic() - clock, 1)
+                clock = time.monotonic()
+                jax.block_until_ready([step(state, windows, stage.control(0))[1] for _ in range(4)])
+                seconds = (time.monotonic() - clock) / 4
+                row |= {"ms_per_step": round(seconds * 1e3, 1), "bytes_per_s": round(windows.size / seconds)}
+                row["peak_gb"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
+            except Exception as wrong:
+                row["failed"] = str(wrong)[:400]
+            stderr.print(json.dumps(row), soft_wrap=True, highlight=False)
+            if "failed" not in row and not stage.attention.sparse:
+                break
+    return rows
+
+
+class _Files:
+    """What survives between calls: the newest state, the log, and the recipe that they belong to."""
+
+    def __init__(self, config: Config):
+        self.folder = config.state.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        recipe = json.loads(json.dumps(_recipe(config)))
+        file = self.folder / "recipe.json"
+        if file.is_file() and json.loads(file.read_text()) != recipe:
+            raise UserError(
+                f"{file}: expected the settings of this call, found others; continue with those that began the run, "
+                "or give another --state"
+            )
+        file.write_text(json.dumps(recipe))
+        self.log: list[dict[str, Any]] = []
+        self.manager = ocp.CheckpointManager(self.folder / "steps", options=ocp.CheckpointManagerOptions(max_to_keep=1))
+
+    def __enter__(self) -> "_Files":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.manager.close()
+
+    def restore(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The newest saved state, or the one given."""
+        newest = self.manager.latest_step()
+        if newest is None:
+            return state
+        file = self.folder / "log.json"
+        self.log = [row for row in json.loads(file.read_text()) if row["step"] <= newest] if file.is_file() else []
+        stderr.print(f"continuing after step {newest}")
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        return self.manager.restore(newest, args=ocp.args.StandardRestore(shapes))
+
+    def save(self, state: dict[str, Any], step: int) -> None:
+        if self.manager.latest_step() != step:
+            self.manager.save(step, args=ocp.args.StandardSave(state))
+            self.manager.wait_until_finished()
+
+    def note(self, stage: Stage, step: int, last: int, metrics: Any, held: Any, tokens_per_s: float) -> None:
+        """One line of the log, on stderr too: a captured pipe shows no progress bar."""
+        row = {"stage": stage.name, "step": step, "stage_end": step == last, "tokens_per_s": round(tokens_per_s)}
+        self.log.append(row | {"train": metrics, "held_out": held})
+        (self.folder / "log.json").write_text(json.dumps(self.log))
+        stderr.print(
+            f"{stage.name} {step}/{last}: train {metrics['language']:.3f} held-out {held['language']:.3f} bits/byte, "
+            f"MTP {held['draft']:.3f}, drafts {held['accepted']:.1%}, KL {np.round(held['kl'], 3).tolist()}, "
+            f"load {metrics['load']:.2f}, {tokens_per_s:,.0f} bytes/s",
+            soft_wrap=True, highlight=False,
+        )  # fmt: skip
+
+
+def _recipe(config: Config) -> dict[str, Any]:
+    """The settings that decide the result."""
+    free = {"out", "state", "results", "stop_after", "evaluate", "probe", "held_out", "log_every", "save_every"}
+    return {key: value for key, value in vars(config).items() if key not in free}
+
+
+def _mean(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of every metric over batches, on the host."""
+    return {key: np.mean([np.asarray(one[key]) for one in metrics], 0).tolist() for key in metrics[0]}
+
+
+def _size(trainer: Trainer) -> int:
+    shapes = nnx.state(abstract_model(trainer.model_config, trainer.mesh, trainer.parallel, mtp=True), nnx.Param)
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def main() -> None:
+    config = tyro.cli(Config, description=__doc__)
+    # Four programs take minutes to compile; a call that continues finds them.
+    jax.config.update("jax_compilation_cache_dir", str(config.results.absolute() / "xla_cache"))
+    try:
+        result = run(config)
+    except (UserError, ValueError) as wrong:
+        sys.exit(f"error: {wrong}")
+    report(result, config.results, "train_tiny")
+
+
+if __name__ == "__main__":
+    main()

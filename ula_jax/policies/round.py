@@ -1,0 +1,73 @@
+"""One round of a policy: what every placement and the replay do with it."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ula_jax.policies.base import Policy, Ranking, Touch, prefetch
+from ula_jax.types import EMPTY, Array, Bool, Int32, Scalar, Slots
+
+
+class Round(NamedTuple):
+    """What a round decided. Rows go into slots that the policy gave; whoever was there leaves."""
+
+    targets: Slots
+    """For each entry of the opening touch that missed: its device slot; EMPTY for all others."""
+    prefetched: Int32[Array, " ranked"]
+    """For each entry of the ranking that is to be fetched ahead: its device slot; EMPTY for all others."""
+    state: Any
+
+
+def play(policy: Policy, state: Any, needed: Touch, ranking: Ranking | None, num_slots: int) -> Round:
+    """Open a round for the rows `needed` (distinct addresses), and find room for those that miss.
+
+    Where the policy prefetches, `ranking` also tells which rows to fetch ahead; they get only what the needed rows
+    leave.
+    """
+    assert needed.addresses is not None
+    state = policy.touch(state, needed)
+    if ranking is not None and hasattr(policy, "observe"):
+        state = policy.observe(state, ranking)  # pyright: ignore[reportAttributeAccessIssue]
+    missing = (needed.addresses >= 0) & (needed.slots < 0)
+    targets, state = _place(policy, state, missing, num_slots)
+    state = policy.touch(state, replace(needed, slots=targets, inserted=True))
+    share = prefetch(policy)
+    if ranking is None or not share:
+        return Round(targets, jnp.full(0 if ranking is None else ranking.slots.size, EMPTY, jnp.int32), state)
+
+    ahead = (ranking.ranks >= ranking.k) & (ranking.ranks < int((1 + share) * ranking.k)) & (ranking.addresses >= 0)
+    ahead = ahead & ~jnp.isin(ranking.addresses, needed.addresses)
+    # Those already here count as used, so that they are not given up for their like; except where a needed row has
+    # just taken the slot.
+    taken = jnp.zeros(num_slots, bool).at[targets].set(True, mode="drop", wrap_negative_indices=False)
+    here = ahead & (ranking.slots >= 0) & ~taken[jnp.maximum(ranking.slots, 0)]
+    once_more = Touch(jnp.where(here, ranking.slots, EMPTY), ranking.addresses, ranking.requests, inserted=True)
+    state = policy.touch(state, once_more)
+    extra, state = _place(policy, state, ahead & (ranking.slots < 0), num_slots)
+    return Round(targets, extra, policy.touch(state, replace(once_more, slots=extra)))
+
+
+def _place(policy: Policy, state: Any, wanted: Bool[Array, " n"], num_slots: int) -> tuple[Slots, Any]:
+    """A slot for each wanted entry, EMPTY for the others and where the policy has none left."""
+    limit = min(wanted.size, num_slots)
+    given, state = victims(policy, state, jnp.minimum(jnp.sum(wanted, dtype=jnp.int32), limit), limit)
+    place = jnp.where(wanted, jnp.cumsum(wanted) - 1, EMPTY)
+    return given.at[place].get(mode="fill", fill_value=EMPTY, wrap_negative_indices=False), state
+
+
+def victims(policy: Policy, state: Any, count: Scalar, limit: int) -> tuple[Slots, Any]:
+    """What `policy.evict` gives. ValueError, naming the policy, unless list and state have the shapes that they must."""
+    given, after = policy.evict(state, count, limit)
+    shape, dtype = jnp.shape(given), getattr(given, "dtype", type(given))
+    if shape != (limit,) or dtype != jnp.int32 or _shapes(after) != _shapes(state):
+        raise ValueError(
+            f"policy {policy!r}: expected evict to return int32[{limit}] and a state of the shapes it was given, found "
+            f"{dtype}{list(shape)} and {_shapes(after)} instead of {_shapes(state)}; correct it"
+        )
+    return given, after
+
+
+def _shapes(state: Any) -> str:
+    return str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", state))

@@ -1,0 +1,55 @@
+"""How commands and experiments report: progress on stderr, tables on stdout, one JSON document as its last line."""
+
+import json
+import platform
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+stderr = Console(stderr=True)
+
+
+class UserError(Exception):
+    """Bad input: the message is one line and says what, expected, found, what to do."""
+
+
+def progress_bar(unit: str) -> Progress:
+    """A progress display on stderr; tasks count in `unit`."""
+    return Progress(
+        TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn(),
+        console=stderr,
+    )  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """What produced a result: command, versions, hardware, date."""
+    devices = jax.devices()
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "platform": devices[0].platform.upper(),
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "cpu": platform.processor() or platform.machine(),
+    }
+
+
+def print_table(table: Table) -> None:
+    """On stdout, wide enough not to fold when piped."""
+    Console(width=160).print(table)
+
+
+def report(result: dict[str, Any], out: Path, name: str) -> None:
+    """Write OUT/name.json and print the same document as the last line of stdout."""
+    out.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(result)
+    (out / f"{name}.json").write_text(line + "\n")
+    sys.stdout.flush()
+    print(line, flush=True)
