@@ -51,6 +51,10 @@ SMOKE_HUB = HUB | dict(
 )  # fmt: skip
 
 
+COMPILE_SECONDS = 75.0
+"""A stage is not begun with less time left: its program could not be compiled and used."""
+
+
 @dataclass(frozen=True)
 class Config:
     """Contexts, batches and steps; by default about 20 minutes of one H200."""
@@ -287,7 +291,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def smoke(config: Config) -> Config:
-    changes = dict(
+    changes: dict[str, Any] = dict(
         dense_steps=30, long_steps=4, warm_steps=4, sparse_steps=4, dense_context=32, context=64, batch_tokens=256,
         sparse_batch_tokens=128, held_out=4,
     )  # fmt: skip
@@ -300,10 +304,13 @@ def smoke(config: Config) -> Config:
 def _train(trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, state, files: "_Files", deadline: float):
     """Every step that is left, or until the deadline; the state is saved when it returns."""
     config, done, first = trainer.config, int(state["step"]), 0
+    began = done
     with progress_bar("steps") as progress:
         for stage in plan:
             last = first + stage.steps
             if done < last:
+                if done > began and time.monotonic() > deadline - COMPILE_SECONDS:
+                    return state
                 bar = progress.add_task(stage.name, total=stage.steps, completed=done - first)
                 step = trainer.step(stage.attention, stage.trained)
                 held = held_out_windows(corpus, stage.context, config.held_out)
@@ -419,7 +426,7 @@ class _Files:
         self.log = [row for row in json.loads(file.read_text()) if row["step"] <= newest] if file.is_file() else []
         stderr.print(f"continuing after step {newest}")
         shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        return self.manager.restore(newest, args=ocp.args.StandardRestore(shapes))
+        return dict(self.manager.restore(newest, args=ocp.args.StandardRestore(shapes)))
 
     def save(self, state: dict[str, Any], step: int) -> None:
         if self.manager.latest_step() != step:

@@ -121,7 +121,7 @@ class TrainingHistory:
         group = self._group
         query, row = jax.lax.stop_gradient((self._narrow(self._chosen(query)), self._narrow(row)))
         masks = self._chosen_mask(group)
-        summed = jax.lax.map(lambda item: _attention(*item, scale).sum(1), (query, row, masks))
+        summed = jax.lax.map(lambda item: _attention(item[0], item[1], item[2], scale).sum(1), (query, row, masks))
         self._targets[group] = self._targets.get(group, jnp.float32(0)) + summed
 
     def _chosen(self, x: Array) -> Array:
@@ -289,8 +289,8 @@ def losses(
     length = tokens.shape[1] - 2
     given, following, after = (tokens[:, first : first + length] for first in range(3))
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), given.shape)
-    history = TrainingHistory(model.config, attention, phase)
-    drafting = TrainingHistory(model.config, attention, phase)
+    history: Any = TrainingHistory(model.config, attention, phase)
+    drafting: Any = TrainingHistory(model.config, attention, phase)
     history.dtype = drafting.dtype = model.embed_tokens.dtype
     hidden = model(given, positions, history)
     logits = model.logits(hidden)

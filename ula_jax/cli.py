@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -79,6 +79,10 @@ class Convert:
 
     source: tyro.conf.Positional[Path]
     target: tyro.conf.Positional[Path]
+    stream: int | None = None
+    """Which stream to write where the target's format holds one."""
+    rounds: Literal["time", "record"] = "time"
+    """What a round is in a foreign source: all records of one time, or each record."""
     out: Path = Path("results")
 
 
@@ -124,8 +128,8 @@ def run_stats(config: Stats) -> dict[str, Any]:
 
 
 def run_convert(config: Convert) -> dict[str, Any]:
-    trace = load(config.source)
-    save(trace, config.target)
+    trace = load(config.source, config.rounds)
+    save(trace, config.target, config.stream)
     return _describe(trace, config.target)
 
 

@@ -155,7 +155,7 @@ def test_victims_of_random_rounds(policy, rng):
 
 
 def test_victims_in_a_pool_of_one_slot(name, rng):
-    play(TINY[name], TINY[name].init(), {0}, 12, rng)
+    play(TINY[name], TINY[name].init(), {0}, 4, rng)
 
 
 def test_retired_slots_never_come_back(policy, rng):

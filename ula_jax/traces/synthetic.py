@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
+from ula_jax.traces.statistics import overlap
 from ula_jax.traces.trace import Trace
 
 SLOW, SLOW_RATE = np.float32(0.7936), np.float32(0.9989)
