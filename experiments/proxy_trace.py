@@ -190,7 +190,7 @@ def tokenize(config: Config, vocabulary: list[str], merges: list[str]) -> tuple[
             break
         if not file.is_file():
             raise UserError(f"documents: expected an existing file, found nothing at {file}; check the path")
-        text = file.read_text(errors="replace")[: 16 * length]
+        text = file.read_text(encoding="utf-8", errors="replace")[: 16 * length]
         found = tokenizer.encode(text).ids[:length]
         if len(found) == length:
             tokens.append(np.array(found, np.int32))

@@ -70,13 +70,13 @@ class Config:
     """Only evaluate the state as it is and write the model."""
     probe: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Only time a few steps of every stage with every attention kernel."""
-    dense_steps: int = 6000
+    dense_steps: int = 1100
     dense_context: int = 2048
-    long_steps: int = 600
+    long_steps: int = 110
     """Dense at the full context."""
-    warm_steps: int = 150
+    warm_steps: int = 160
     """Indexers alone."""
-    sparse_steps: int = 600
+    sparse_steps: int = 200
     context: int = 8192
     batch_tokens: int = 65536
     """Bytes of a step of the dense stages."""
@@ -137,7 +137,7 @@ class Stage:
 def stages(config: Config) -> tuple[Stage, ...]:
     gpu = jax.default_backend() == "gpu"
     kernel = config.dense_kernel or ("cudnn" if gpu else "chunked")
-    sparse = config.sparse_kernel or "chunked"
+    sparse = config.sparse_kernel or kernel
     dense = Attention(dense_kernel=kernel, sparse_kernel=sparse)
     imitating = dataclasses.replace(dense, imitate=True)
     short, long = config.dense_context, config.context

@@ -3,6 +3,7 @@
 import pytest
 
 from ula_jax.policies import LRU, PBLRU, make_policy
+from ula_jax.policies.prefetch import Prefetch
 
 OWN = """
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ def test_by_name():
     assert make_policy("lru") == LRU()
     assert make_policy("pb_lru") == PBLRU(32)
     assert make_policy("pb_lru:rounds=8,implementation=reference") == PBLRU(8, "reference")
+    assert make_policy("prefetch:policy=lru,share=0.5") == Prefetch("lru", 0.5)
 
 
 def test_from_a_file(own):
@@ -41,7 +43,7 @@ def test_from_a_file(own):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("fifo9", r"expected one of \['lru', 'pb_lru'.*found 'fifo9'"),
+        ("fifo9", r"expected one of \['belady', .*'lru', 'pb_lru'.*found 'fifo9'"),
         ("pb_lru:turns=8", r"expected parameter=value of \['implementation', 'rounds'\], found 'turns=8'"),
         ("pb_lru:rounds", "found 'rounds'"),
         ("pb_lru:rounds=many", "expected rounds to be of type int, found 'many'"),

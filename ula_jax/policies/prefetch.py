@@ -16,6 +16,10 @@ class Prefetch:
     policy: str | Policy[Any] = "score_now"
     share: float = 0.25
 
+    def __post_init__(self):
+        if self.share < 0:
+            raise ValueError(f"prefetch share: expected at least 0, found {self.share}; give a share of k")
+
     @property
     def inner(self) -> Any:
         from ula_jax.policies import make_policy  # which needs this module

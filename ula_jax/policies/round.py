@@ -38,7 +38,7 @@ def play(policy: Policy, state: Any, needed: Touch, ranking: Ranking | None, num
         return Round(targets, jnp.full(0 if ranking is None else ranking.slots.size, EMPTY, jnp.int32), state)
 
     ahead = (ranking.ranks >= ranking.k) & (ranking.ranks < int((1 + share) * ranking.k)) & (ranking.addresses >= 0)
-    ahead = ahead & ~jnp.isin(ranking.addresses, needed.addresses)
+    ahead = ahead & ~jnp.isin(ranking.addresses, needed.addresses, method="binary_search")
     # Those already here count as used, so that they are not given up for their like; except where a needed row has
     # just taken the slot.
     taken = jnp.zeros(num_slots, bool).at[targets].set(True, mode="drop", wrap_negative_indices=False)
