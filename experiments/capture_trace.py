@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from experiments.documents import read_documents
+from experiments.python_corpus import held_out_files
 from models import TINY, load_checkpoint
 from ula_jax.engine import Engine, EngineConfig
 from ula_jax.parallel import Mode, Parallel, force_cpu_devices, make_mesh
@@ -30,7 +31,7 @@ class Config:
     model: Path = TINY
     """Hub directory of a byte-level model."""
     documents: tuple[Path, ...] = ()
-    """Files to continue; empty: the longest modules of Python's library."""
+    """Files to continue; empty: the modules of Python's library that the shipped model was not trained on."""
     requests: int = 4
     prompt: int = 4096
     """Bytes of each prompt."""
@@ -57,7 +58,8 @@ def run(config: Config) -> dict[str, Any]:
         raise UserError(f"new_tokens: expected at least 3 (two rounds), found {config.new_tokens}; decode more")
     parallel, mesh = Parallel(config.mode, config.devices), make_mesh(config.devices)
     model = load_checkpoint(config.model, mesh, parallel)
-    prompts = read_documents(config.documents, config.prompt, config.requests)
+    documents = config.documents or held_out_files()
+    prompts = read_documents(documents, config.prompt, config.requests)
     spec = KVSpec.of(model.config, max_context=config.prompt + config.new_tokens)
     seats = -(-config.requests // parallel.ranks)
     bytes_needed = seats * spec.table_width * spec.page_size * (spec.row_bytes + spec.index_bytes)
@@ -67,7 +69,7 @@ def run(config: Config) -> dict[str, Any]:
         spec,
         Budget(bytes_needed),
         mesh,
-        EngineConfig(max_requests=seats, prefill_rows=1, prefill_chunk=128, capture=config.depth),
+        EngineConfig(max_requests=seats, prefill_rows=seats, prefill_chunk=64, capture=config.depth),
         vocab_size=model.config.vocab_size,
     )
     recorder = Recorder(engine)
@@ -80,7 +82,7 @@ def run(config: Config) -> dict[str, Any]:
             progress.update(task, completed=sum(total.tokens for total in engine.totals.values()))
     about = environment()
     settings = {key: str(value) for key, value in vars(config).items()}
-    trace = recorder.trace(source=f"selections of {config.model.name}", **settings, **about)
+    trace = recorder.trace(source=f"selections of {config.model.name}", settings=settings, **about)
     save(trace, config.trace)
     return {**summary(trace), "trace": str(config.trace), "bytes": config.trace.stat().st_size, **about}
 

@@ -15,7 +15,7 @@ import tyro
 from rich.table import Table
 
 from experiments.documents import read_documents
-from models import Decoder, ModelConfig, init_model, load_checkpoint
+from models import TINY, Decoder, ModelConfig, load_checkpoint
 from ula_jax.engine import Engine, EngineConfig
 from ula_jax.parallel import Mode, Parallel, force_cpu_devices, make_mesh
 from ula_jax.placements import make_placement
@@ -25,22 +25,16 @@ from ula_jax.rows import FormatName
 from ula_jax.scheduler import SamplingParams
 from ula_jax.spec import Budget, Capacity, KVSpec
 
-TINY = dict(
-    model_type="glm_moe_dsa", vocab_size=256, hidden_size=64, num_hidden_layers=8, num_attention_heads=8,
-    q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24, intermediate_size=96,
-    moe_intermediate_size=32, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
-    norm_topk_prob=True, routed_scaling_factor=2.5, first_k_dense_replace=1, rms_norm_eps=1e-5, rope_theta=8e6,
-    index_topk=16, index_head_dim=16, index_n_heads=8, index_topk_freq=4, index_skip_topk_offset=3,
-)  # fmt: skip
-"""GLM-5.3's shape made small: four selections for eight layers."""
-
 
 @dataclass(frozen=True)
 class Config:
     """Budgets are bytes of KV rows and index keys on (or, for the host, beside) each device."""
 
-    model: Path | None = None
-    """Hub directory of a byte-level model; None: a tiny IndexShare model drawn from `seed`."""
+    model: Path = TINY
+    """Hub directory of a byte-level model."""
+    topk: int | None = 16
+    """Rows that a token attends to; None: what the model was trained for. The shipped one reads 128, too many of these
+    short documents to show anything."""
     documents: tuple[Path, ...] = ()
     """Files to decode; empty: the longest modules of Python's library."""
     devices: int = 8
@@ -49,8 +43,8 @@ class Config:
     modes: tuple[Mode, ...] = ("tp", "dp")
     policy: str | None = None
     """Replacement policy of the placements that take one; None: each one's own."""
-    budget_device: int = 1_200_000
-    budget_host: int = 2_000_000
+    budget_device: int = 2_400_000
+    budget_host: int = 4_000_000
     prompt: int = 352
     """Bytes of each prompt."""
     new_tokens: int = 32
@@ -58,7 +52,6 @@ class Config:
     page_size: int = 16
     requests: int | None = None
     """Documents to decode; None: one more than the most that any row can hold at once."""
-    seed: int = 0
     out: Path = Path("results")
     smoke: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """A short run that shows the same things: shorter prompts, smaller budgets."""
@@ -93,7 +86,8 @@ def run(config: Config) -> dict[str, Any]:
     """Every row of the comparison; the result holds what is printed and written."""
     if config.smoke:
         config = smoke(config)
-    model_config = ModelConfig.from_hub(config.model or TINY)
+    changes = {"index_topk": config.topk} if config.topk else {}
+    model_config = ModelConfig.from_hub(config.model, **changes)
     spec = KVSpec.of(
         model_config, rows=config.rows, page_size=config.page_size, max_context=config.prompt + config.new_tokens
     )
@@ -122,7 +116,8 @@ def run(config: Config) -> dict[str, Any]:
         for mode in config.modes:
             # One decode shape for all rows of a mode: a token's arithmetic is then the same in each.
             share = -(-held[mode] // (1 if mode == "tp" else config.devices))
-            model = build(config, model_config, mode)
+            parallel = Parallel(mode, config.devices)
+            model = load_checkpoint(config.model, make_mesh(config.devices), parallel, **changes)
             reference: dict[int, list[int]] | None = None
             for row in rows:
                 if row.mode != mode:
@@ -136,7 +131,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def smoke(config: Config) -> Config:
-    changes = dict(prompt=144, new_tokens=8, budget_device=500_000, budget_host=700_000, modes=("tp",))
+    changes = dict(prompt=144, new_tokens=8, budget_device=600_000, budget_host=900_000, modes=("tp",))
     return Config(**{**vars(config), **changes, "smoke": False})
 
 
@@ -162,13 +157,6 @@ def placement(row: Row, config: Config):
 
 def capacity(row: Row, spec: KVSpec, config: Config) -> Capacity:
     return placement(row, config).capacity(spec, Budget(row.budget_device, row.budget_host))
-
-
-def build(config: Config, model_config: ModelConfig, mode: Mode) -> Decoder:
-    parallel, mesh = Parallel(mode, config.devices), make_mesh(config.devices)
-    if config.model:
-        return load_checkpoint(config.model, mesh, parallel)
-    return init_model(model_config, mesh, parallel, config.seed)
 
 
 def decode(row: Row, config: Config, model: Decoder, spec: KVSpec, prompts, max_requests: int, advance) -> None:

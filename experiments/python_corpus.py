@@ -35,7 +35,7 @@ def python_corpus(limit: int | None = None) -> Corpus:
       limit: bytes to stop after, for a quick look.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    held = {name: _read(root / f"{name}.py") for name in HELD_OUT}
+    held = {file.stem: _read(file) for file in held_out_files()}
     seen = {hashlib.sha1(text).digest() for text in held.values()}
     texts: dict[bool, list[bytes]] = {False: [], True: []}
     files = [file.relative_to(root) for file in root.rglob("*.py")]
@@ -59,6 +59,11 @@ def python_corpus(limit: int | None = None) -> Corpus:
     joined = bytes([SEPARATOR]).join([b"", *chosen, b""])
     arrays = {name: np.frombuffer(text, np.uint8) for name, text in held.items()}
     return Corpus(np.frombuffer(joined, np.uint8), len(chosen), arrays)
+
+
+def held_out_files() -> tuple[Path, ...]:
+    """Sources of the held-out modules, on this machine."""
+    return tuple(Path(sysconfig.get_path("stdlib")) / f"{name}.py" for name in HELD_OUT)
 
 
 def _read(file: Path) -> bytes:

@@ -6,12 +6,10 @@ everything adapts to attention over the indexers' top-k. The same command contin
 
 import collections
 import dataclasses
-import functools
 import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,19 +17,14 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import tyro
-from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import models
 from experiments.model_card import write_card
 from experiments.python_corpus import Corpus, draw_windows, held_out_windows, python_corpus
-from models import Decoder, ModelConfig, abstract_model, init_model, save_checkpoint
-from models.training import Attention, Kernel, Losses, balanced, losses
-from ula_jax.parallel import Parallel, make_mesh
+from experiments.trainer import Rates, Stage, Trainer, mean
+from models import TINY, ModelConfig, save_checkpoint
+from models.training import Attention, Kernel
 from ula_jax.report import UserError, environment, progress_bar, report, stderr
 
 HUB = dict(
@@ -57,9 +50,9 @@ COMPILE_SECONDS = 75.0
 
 @dataclass(frozen=True)
 class Config:
-    """Contexts, batches and steps; by default about 20 minutes of one H200."""
+    """Contexts, batches and steps; by default those of the model that ships, about 17 minutes of one H200."""
 
-    out: Path = Path(models.__file__).parent / "tiny"
+    out: Path = TINY
     """Hub directory to write when training is complete."""
     state: Path = Path("results/train_tiny")
     """Where training state and log survive between calls."""
@@ -67,7 +60,7 @@ class Config:
     stop_after: float | None = None
     """Seconds after which to save and leave; None: run to the end."""
     evaluate: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Only evaluate the state as it is and write the model."""
+    """Only evaluate the model in --out, whoever wrote it."""
     probe: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Only time a few steps of every stage with every attention kernel."""
     dense_steps: int = 1100
@@ -101,44 +94,18 @@ class Config:
     smoke: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """A much smaller model for a few steps; writes nothing to models/tiny."""
 
-    @property
-    def hub(self) -> dict[str, Any]:
-        return SMOKE_HUB if self.smoke else HUB
 
-
-@dataclass(frozen=True)
-class Stage:
-    """Some steps of one kind. Rates are multiples of the peak learning rate, from start to end along a cosine."""
-
-    name: str
-    steps: int
-    context: int
-    batch: int
-    attention: Attention
-    model_rate: tuple[float, float] | None
-    """Of everything but the indexers; None: frozen."""
-    indexer_rate: tuple[float, float] | None
-    warmup: int
-
-    @property
-    def trained(self) -> tuple[str, ...]:
-        rates = {"model": self.model_rate, "indexers": self.indexer_rate}
-        return tuple(half for half, rate in rates.items() if rate)
-
-    def control(self, done: int) -> dict[str, Any]:
-        """What a step after `done` others of the stage needs to know. As data: a schedule compiles nothing anew."""
-        cosine = 0.5 + 0.5 * math.cos(math.pi * done / self.steps)
-        ramp = min(1.0, (done + 1) / max(self.warmup, 1))
-        rates = {"model": self.model_rate or (0.0, 0.0), "indexers": self.indexer_rate or (0.0, 0.0)}
-        found = {half: np.float32(ramp * (end + (start - end) * cosine)) for half, (start, end) in rates.items()}
-        return {**found, "phase": np.int32(done % self.attention.imitate_every)}
+def make_trainer(config: Config) -> Trainer:
+    hub = config.out if config.evaluate else SMOKE_HUB if config.smoke else HUB
+    rates = Rates(config.learning_rate, config.weight_decay, config.draft_weight, config.balance_rate)
+    return Trainer(ModelConfig.from_hub(hub), rates)
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
     gpu = jax.default_backend() == "gpu"
     kernel = config.dense_kernel or ("cudnn" if gpu else "chunked")
     sparse = config.sparse_kernel or kernel
-    dense = Attention(dense_kernel=kernel, sparse_kernel=sparse)
+    dense = Attention(dense_kernel=kernel, sparse_kernel=sparse, segments=1 if config.smoke else 4)
     imitating = dataclasses.replace(dense, imitate=True)
     short, long = config.dense_context, config.context
     if min(config.batch_tokens, config.sparse_batch_tokens) < long:
@@ -158,110 +125,6 @@ def stages(config: Config) -> tuple[Stage, ...]:
     )  # fmt: skip
 
 
-class Trainer:
-    """Parameters by name in float32, the model that they make in bf16 (or float32 on a CPU), and compiled steps."""
-
-    def __init__(self, config: Config):
-        self.config, self.mesh, self.parallel = config, make_mesh(1), Parallel("tp", 1)
-        self.model_config = ModelConfig.from_hub(config.hub)
-        # XLA:CPU computes bf16 products in float32 anyway, only slower.
-        self.dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-        # The second moment stays float32: its small steps are lost in bf16.
-        self.adam = optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.scale_by_adam(b1=0.9, b2=0.95, mu_dtype=jnp.bfloat16),
-            optax.add_decayed_weights(config.weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
-        )
-
-    def initial(self) -> dict[str, Any]:
-        """The state before the first step."""
-        drawn = init_model(self.model_config, self.mesh, self.parallel, self.config.seed, mtp=True)
-        flat = {"/".join(map(str, path)): value for path, value in nnx.to_flat_state(nnx.state(drawn, nnx.Param))}
-        parameters = {name: self._start(name, value) for name, value in flat.items()}
-        halves = {
-            "model": {name: value for name, value in parameters.items() if "/indexer/" not in name},
-            "indexers": {name: value for name, value in parameters.items() if "/indexer/" in name},
-        }
-        state = {
-            "parameters": halves,
-            "adam": {half: self.adam.init(tree) for half, tree in halves.items()},
-            "step": jnp.int32(0),
-        }
-        return jax.device_put(state, NamedSharding(self.mesh, P()))
-
-    def _start(self, name: str, parameter: nnx.Param) -> jax.Array:
-        value, init = parameter[...].astype(jnp.float32), parameter.get_metadata()["init"]
-        if init in ("norm", "bias", "router_bias"):  # drawn at random for tests; neutral here
-            return jnp.full_like(value, float(init == "norm"))
-        if name.endswith(("o_proj", "down_proj")):  # each layer adds two of them to the stream
-            return value * (2 * self.model_config.num_layers) ** -0.5
-        return value
-
-    def model(self, halves: dict[str, dict[str, Any]], dtype: Any = None) -> Decoder:
-        """The decoder of these parameters, cast to `dtype` (None: that of training) but for the routers' float32."""
-        parameters = halves["model"] | halves["indexers"]
-        shapes = abstract_model(self.model_config, self.mesh, self.parallel, dtype=dtype or self.dtype, mtp=True)
-        graphdef, state = nnx.split(shapes)
-        filled = [
-            (path, leaf.replace(parameters["/".join(map(str, path))].astype(leaf.dtype)))
-            for path, leaf in nnx.to_flat_state(state)
-        ]
-        return nnx.merge(graphdef, nnx.from_flat_state(filled))
-
-    @functools.cache  # noqa: B019 - one trainer a run
-    def step(self, attention: Attention, trained: tuple[str, ...]) -> Callable[..., tuple[Any, Any]]:
-        """Compiled (state, windows, control) -> (state, metrics); control is what `Stage.control` says."""
-
-        def advance(state, windows, control):
-            def objective(free):
-                found = losses(self.model(state["parameters"] | free), windows, attention, control["phase"])
-                # The two losses meet no common parameter: detached inputs keep them apart.
-                total = found.language + self.config.draft_weight * found.draft if "model" in trained else 0.0
-                return total + found.indexers.sum(), found
-
-            free = {half: state["parameters"][half] for half in trained}
-            gradients, found = jax.grad(objective, has_aux=True)(free)
-            parameters, adam = dict(state["parameters"]), dict(state["adam"])
-            for half in trained:
-                rate = self.config.learning_rate * control[half]
-                update, adam[half] = self.adam.update(gradients[half], adam[half], parameters[half])
-                parameters[half] = jax.tree.map(lambda p, u, rate=rate: p - rate * u, parameters[half], update)
-            if "model" in trained:
-                rate = self.config.balance_rate * control["model"]
-                parameters["model"] = self._balance(parameters["model"], found, rate)
-            state = {"parameters": parameters, "adam": adam, "step": state["step"] + 1}
-            return state, _metrics(found)
-
-        return self._compiled(advance, 3)
-
-    @functools.cache  # noqa: B019
-    def evaluator(self, attention: Attention) -> Callable[..., dict[str, Any]]:
-        """Compiled (parameters, windows) -> metrics."""
-        return self._compiled(lambda halves, windows: _metrics(losses(self.model(halves), windows, attention)), 2)
-
-    def _compiled(self, body: Callable[..., Any], arguments: int) -> Callable[..., Any]:
-        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=(P(),) * arguments, out_specs=P(), check_vma=False)
-        return jax.jit(mapped)
-
-    def _balance(self, parameters: dict[str, Any], found: Losses, rate: jax.Array) -> dict[str, Any]:
-        moved = {}
-        for layer, load in found.loads.items():
-            block = "mtp/block" if layer == self.model_config.num_layers else f"layers/{layer}"
-            name = f"{block}/mlp/router/bias"
-            moved[name] = balanced(parameters[name], load, rate)
-        return parameters | moved
-
-
-def _metrics(found: Losses) -> dict[str, jax.Array]:
-    """bits/byte, shares and nats of KL by name."""
-    bit = math.log(2)
-    loads = jnp.stack([jnp.max(load) / jnp.mean(load) for load in found.loads.values()])
-    return {
-        "language": found.language / bit, "draft": found.draft / bit, "accepted": found.accepted,
-        "kl": found.indexers, "load": loads.max(),
-    }  # fmt: skip
-
-
 def run(config: Config) -> dict[str, Any]:
     """Train until done or out of time; the result says which, and how good the model is."""
     started = time.monotonic()
@@ -269,30 +132,29 @@ def run(config: Config) -> dict[str, Any]:
     if config.smoke:
         config = smoke(config)
     corpus = python_corpus(400_000 if config.smoke else None)
-    trainer, plan = Trainer(config), stages(config)
-    stderr.print(f"{len(corpus.train):,} bytes in {corpus.documents} documents; {_size(trainer):,} parameters")
+    trainer, plan = make_trainer(config), stages(config)
+    stderr.print(f"{len(corpus.train):,} bytes in {corpus.documents} documents; {trainer.size:,} parameters")
     if config.probe:
-        return {"probe": probe(trainer, plan, corpus, deadline), **environment()}
-    with _Files(config) as files:
-        state = files.restore(trainer.initial())
-        total = sum(stage.steps for stage in plan)
-        if not config.evaluate:
-            state = _train(trainer, plan, corpus, state, files, deadline)
-        done = int(state["step"])
-        result: dict[str, Any] = {"steps": done, "total_steps": total, "finished": done == total}
-        if done == total or config.evaluate:
-            result |= evaluate(trainer, plan, corpus, state["parameters"])
-            result |= {"parameters": _size(trainer), "train_bytes": len(corpus.train), "documents": corpus.documents}
-            result["log"] = files.log
-            result |= environment()
+        return {"probe": probe(config, trainer, plan, corpus, deadline), **environment()}
+    if config.evaluate:
+        judged = evaluate(config, trainer, plan, corpus, trainer.load(config.out))
+        return {"model": str(config.out), **judged, **environment(), "seconds": time.monotonic() - started}
+    with Files(config) as files:
+        state = train(config, trainer, plan, corpus, files, deadline)
+        done, total = int(state["step"]), sum(stage.steps for stage in plan)
+        result: dict[str, Any] = {"steps": done, "total_steps": total, "finished": done == total, **environment()}
+        if done == total:
+            result |= evaluate(config, trainer, plan, corpus, state["parameters"])
+            result |= {"parameters": trainer.size, "train_bytes": len(corpus.train), "documents": corpus.documents}
+            result |= {"log": files.log}
             save_checkpoint(trainer.model(state["parameters"], jnp.bfloat16), config.out)
-            write_card(config.out, trainer.model_config, result, plan, config)
-        return {**result, **environment(), "seconds": time.monotonic() - started}
+            write_card(config.out, trainer.model_config, result, plan)
+        return {**result, "seconds": time.monotonic() - started}
 
 
 def smoke(config: Config) -> Config:
     changes: dict[str, Any] = dict(
-        dense_steps=30, long_steps=4, warm_steps=4, sparse_steps=4, dense_context=32, context=64, batch_tokens=256,
+        dense_steps=30, long_steps=4, warm_steps=4, sparse_steps=4, dense_context=64, context=64, batch_tokens=256,
         sparse_batch_tokens=128, held_out=4,
     )  # fmt: skip
     for name in ("out", "state"):  # the shipped model and a real run stay as they are
@@ -301,10 +163,13 @@ def smoke(config: Config) -> Config:
     return dataclasses.replace(config, **changes)
 
 
-def _train(trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, state, files: "_Files", deadline: float):
-    """Every step that is left, or until the deadline; the state is saved when it returns."""
-    config, done, first = trainer.config, int(state["step"]), 0
-    began = done
+def train(
+    config: Config, trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, files: "Files", deadline: float
+) -> dict[str, Any]:
+    """Every step that is left, or until the deadline; the state that it returns is saved."""
+    state = files.restore(trainer.initial(config.seed))
+    began = done = int(state["step"])
+    first = 0
     with progress_bar("steps") as progress:
         for stage in plan:
             last = first + stage.steps
@@ -329,9 +194,9 @@ def _train(trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, state, fil
                     if done == last or now - mark > config.log_every or now > deadline:
                         # A step whose new state is dropped is an evaluation that needs no program of its own.
                         chosen = groups if done == last else groups[:1]
-                        held_metrics = _mean([step(state, group, stage.control(0))[1] for group in chosen])
+                        held_metrics = mean([step(state, group, stage.control(0))[1] for group in chosen])
                         rate = (done - mark_step) * stage.batch * stage.context / (time.monotonic() - mark)
-                        files.note(stage, done, last, _mean([metrics]), held_metrics, rate)
+                        files.note(stage, done, last, mean([metrics]), held_metrics, rate)
                         progress.update(bar, completed=done - first)
                         mark, mark_step = time.monotonic(), done
                     if now > deadline:
@@ -345,28 +210,32 @@ def _train(trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, state, fil
     return state
 
 
-def evaluate(trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, parameters: dict[str, Any]) -> dict[str, Any]:
+def evaluate(
+    config: Config, trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, parameters: dict[str, Any]
+) -> dict[str, Any]:
     """bits/byte and accepted drafts on the held-out modules at the full context, dense and sparse."""
-    windows = held_out_windows(corpus, trainer.config.context, trainer.config.held_out)
-    found: dict[str, Any] = {"held_out_windows": len(windows), "context": trainer.config.context}
+    windows = held_out_windows(corpus, config.context, config.held_out)
+    found: dict[str, Any] = {"held_out_windows": len(windows), "context": config.context}
     for name, sparse in (("dense", False), ("sparse", True)):
         attention = dataclasses.replace(plan[-1].attention, sparse=sparse, imitate=False)
         evaluator = trainer.evaluator(attention)
         # One window a call: all calls then have one shape, whatever the number of windows.
-        metrics = _mean([evaluator(parameters, window[None]) for window in windows])
+        metrics = mean([evaluator(parameters, window[None]) for window in windows])
         found |= {f"bits_per_byte_{name}": metrics["language"], f"accepted_drafts_{name}": metrics["accepted"]}
-        stderr.print(f"final weights, {name}: {metrics['language']:.4f} bits/byte, drafts {metrics['accepted']:.1%}")
+        stderr.print(f"{name}: {metrics['language']:.4f} bits/byte, drafts {metrics['accepted']:.1%}")
     return found
 
 
-def probe(trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, deadline: float) -> list[dict[str, Any]]:
+def probe(
+    config: Config, trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, deadline: float
+) -> list[dict[str, Any]]:
     """Seconds to compile and milliseconds a step by stage and kernel; a kernel that fails says why.
 
     A stage whose cuDNN form works is not timed with the other, but for the sparse one, where either may be faster.
     """
     rows: list[dict[str, Any]] = []
     kernels: tuple[Kernel, ...] = ("cudnn", "chunked") if jax.default_backend() == "gpu" else ("chunked",)
-    state = trainer.initial()
+    state = trainer.initial(config.seed)
     # The sparse stage is the least certain and comes first.
     for stage in sorted(plan, key=lambda stage: not stage.attention.sparse):
         for kernel in kernels:
@@ -394,7 +263,7 @@ def probe(trainer: Trainer, plan: tuple[Stage, ...], corpus: Corpus, deadline: f
     return rows
 
 
-class _Files:
+class Files:
     """What survives between calls: the newest state, the log, and the recipe that they belong to."""
 
     def __init__(self, config: Config):
@@ -411,7 +280,7 @@ class _Files:
         self.log: list[dict[str, Any]] = []
         self.manager = ocp.CheckpointManager(self.folder / "steps", options=ocp.CheckpointManagerOptions(max_to_keep=1))
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "Files":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -452,16 +321,6 @@ def _recipe(config: Config) -> dict[str, Any]:
     return {key: value for key, value in vars(config).items() if key not in free}
 
 
-def _mean(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of every metric over batches, on the host."""
-    return {key: np.mean([np.asarray(one[key]) for one in metrics], 0).tolist() for key in metrics[0]}
-
-
-def _size(trainer: Trainer) -> int:
-    shapes = nnx.state(abstract_model(trainer.model_config, trainer.mesh, trainer.parallel, mtp=True), nnx.Param)
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
-
-
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     # Four programs take minutes to compile; a call that continues finds them.
@@ -470,7 +329,8 @@ def main() -> None:
         result = run(config)
     except (UserError, ValueError) as wrong:
         sys.exit(f"error: {wrong}")
-    report(result, config.results, "train_tiny")
+    kind = "_evaluation" if config.evaluate else "_probe" if config.probe else ""
+    report(result, config.results, f"train_tiny{kind}")
 
 
 if __name__ == "__main__":

@@ -7,16 +7,22 @@ from typing import Any
 
 from models.config import ModelConfig, RopeConfig
 
-FAMILIES = ("glm_moe_dsa", "deepseek_v32", "deepseek_v3", "deepseek_v2")
+ARCHITECTURES = {
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+}
+"""What other engines call each family."""
 
 
 def read_hub_config(source: Mapping[str, Any] | str | Path, **changes: Any) -> ModelConfig:
     """See `ModelConfig.from_hub`."""
     hub = source if isinstance(source, Mapping) else _read_json(Path(source))
     family = hub.get("model_type")
-    if family not in FAMILIES:
+    if family not in ARCHITECTURES:
         raise ValueError(
-            f"model_type: expected one of {', '.join(FAMILIES)}, found {family!r}; "
+            f"model_type: expected one of {', '.join(ARCHITECTURES)}, found {family!r}; "
             "convert the checkpoint or add the family in models/hub_config.py"
         )
     for key, expected in (("tie_word_embeddings", False), ("attention_bias", False), ("hidden_act", "silu")):
@@ -62,7 +68,7 @@ def read_hub_config(source: Mapping[str, Any] | str | Path, **changes: Any) -> M
 
 
 def write_hub_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json that reads back as `config`; the hub has no key for `latent_norm_eps`."""
+    """The config.json that reads back as `config`, and that transformers reads; no key means `latent_norm_eps`."""
     rope: dict[str, Any] = dict(rope_type=config.rope.kind, rope_theta=config.rope.theta)
     if config.rope.kind == "yarn":
         rope |= dict(
@@ -74,12 +80,14 @@ def write_hub_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
             mscale_all_dim=config.rope.mscale_all_dim,
         )
     hub: dict[str, Any] = dict(
+        architectures=[ARCHITECTURES[config.model_type]],
         model_type=config.model_type,
         dtype=dtype,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_heads,
         q_lora_rank=config.q_lora_rank,
         kv_lora_rank=config.kv_lora_rank,
         qk_nope_head_dim=config.qk_nope_head_dim,
@@ -95,6 +103,9 @@ def write_hub_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         tie_word_embeddings=False,
         hidden_act="silu",
     )
+    dense = config.sparse_layers.count(False)
+    if not any(config.sparse_layers[:dense]):  # transformers' DeepSeek V2 and V3 know no list by layer
+        hub |= dict(first_k_dense_replace=dense)
     if any(config.sparse_layers):
         softmax_method = "greedy" if config.num_expert_groups == 1 else "group_limited_greedy"
         hub |= dict(

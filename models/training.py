@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from numpy.typing import DTypeLike
 
 from models.config import ModelConfig
 from models.decoder import Decoder
@@ -49,10 +50,17 @@ class TrainingHistory:
 
     Args:
       phase: which of the `imitate_every` interleaved sets of queries the indexers learn from.
+      dtype: of the products of attention; that of the model's parameters.
     """
 
-    def __init__(self, config: ModelConfig, attention: Attention, phase: Int32[Array, ""] | int = 0):
-        self.config, self.attention, self.phase = config, attention, phase
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        phase: Int32[Array, ""] | int = 0,
+        dtype: DTypeLike = jnp.float32,
+    ):
+        self.config, self.attention, self.phase, self.dtype = config, attention, phase, jnp.dtype(dtype)
         self.selected: dict[int, Bool[Array, "B S T"]] = {}
         self._index: dict[int, tuple[Array, Array, Array]] = {}
         self._targets: dict[int, Array] = {}
@@ -143,9 +151,6 @@ class TrainingHistory:
 
     def _narrow(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         return x.astype(self.dtype)
-
-    dtype: Any = jnp.float32
-    """Of the products of attention; set to that of the model's parameters."""
 
     def _cudnn(self, query: Float32[Array, "B S H R"], row: Float32[Array, "B S R"], scale: float) -> Array:
         """One shared row is key and value; the value's last columns (the roped key) are dropped."""
@@ -289,9 +294,9 @@ def losses(
     length = tokens.shape[1] - 2
     given, following, after = (tokens[:, first : first + length] for first in range(3))
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), given.shape)
-    history: Any = TrainingHistory(model.config, attention, phase)
-    drafting: Any = TrainingHistory(model.config, attention, phase)
-    history.dtype = drafting.dtype = model.embed_tokens.dtype
+    dtype = model.embed_tokens.dtype
+    history: Any = TrainingHistory(model.config, attention, phase, dtype)
+    drafting: Any = TrainingHistory(model.config, attention, phase, dtype)
     hidden = model(given, positions, history)
     logits = model.logits(hidden)
     drafts = model.logits(model.draft(following, hidden, positions + 1, drafting))

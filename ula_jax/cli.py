@@ -19,7 +19,7 @@ from ula_jax.policies.base import depth
 from ula_jax.replay import check_sizes, replay
 from ula_jax.report import UserError, environment, print_table, progress_bar, report
 from ula_jax.traces import Trace, TraceConfig, generate, load, save
-from ula_jax.traces.statistics import summary
+from ula_jax.traces.statistics import ring_for, summary
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,7 @@ def _slots(text: str, trace: Trace) -> int:
 
 def _describe(trace: Trace, path: Path) -> dict[str, Any]:
     facts = summary(trace)
+    facts |= {f"ring_{size}k": ring_for(trace, int(size * trace.largest_round)) for size in (1.5, 2, 4)}
     table = Table(title=str(path), title_justify="left", show_header=False)
     for key, value in facts.items():
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))

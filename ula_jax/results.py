@@ -104,8 +104,8 @@ def summarize(table: pa.Table, best: str = "belady") -> list[dict[str, Any]]:
 def miss_table(rows: list[dict[str, Any]], unit: int, rounds: int) -> Table:
     """Policies by sizes: miss ratio, points above Belady, and bytes fetched in a round."""
     sizes = sorted({row["size"] for row in rows})
-    table = Table(title=f"miss ratio (points above Belady) and bytes fetched a round; sizes in selections of {unit} rows",
-                  title_justify="left")  # fmt: skip
+    title = f"miss ratio (points above Belady), bytes fetched a round; k is one selection of {unit} rows"
+    table = Table(title=title, title_justify="left")
     table.add_column("policy")
     for size in sizes:
         table.add_column(f"{size / unit:g}k", justify="right")

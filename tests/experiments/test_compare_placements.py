@@ -3,16 +3,20 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from experiments import compare_placements as demo
-from models import ModelConfig, init_model, save_checkpoint
+from models import TINY, ModelConfig, init_model, save_checkpoint
 from ula_jax.parallel import Parallel, make_mesh
 from ula_jax.placements import make_placement
 from ula_jax.report import UserError
 from ula_jax.spec import Budget, KVSpec
+
+CONFIG = ModelConfig.from_hub(TINY, index_topk=demo.Config().topk)
+"""The shipped model as the demo serves it."""
 
 ROW = {
     "placement", "mode", "devices", "admitted", "capacity_requests", "distinct_share", "duplicate_bytes",
@@ -63,7 +67,7 @@ def test_full_size_plan_says_what_the_readme_says():
     """Admission of the full demo, by arithmetic alone: the claims hold in both modes."""
     config = demo.Config()
     context = config.prompt + config.new_tokens
-    spec = KVSpec.of(ModelConfig.from_hub(demo.TINY), max_context=context)
+    spec = KVSpec.of(CONFIG, max_context=context)
     held = {
         (row.mode, row.placement, bool(row.budget_host)): demo.capacity(row, spec, config).requests(context)
         for row in demo.plan(config)
@@ -76,15 +80,15 @@ def test_full_size_plan_says_what_the_readme_says():
 
 def test_budgets_are_kept():
     """What a placement allocates is no more than it was given, rows and index keys counted."""
-    spec = KVSpec.of(ModelConfig.from_hub(demo.TINY), max_context=384)
+    spec = KVSpec.of(CONFIG, max_context=384)
     for name in ("gpu_only", "hisparse", "ula"):
         for mode in ("tp", "dp"):
-            for host in (0, 700_000, 9_000_000):
+            for host in (0, 1_400_000, 18_000_000):
                 if name == "hisparse" and not host:
                     continue
-                size = make_placement(name, Parallel(mode, 8)).capacity(spec, Budget(1_200_000, host))
+                size = make_placement(name, Parallel(mode, 8)).capacity(spec, Budget(2_400_000, host))
                 keys = size.addresses // size.stripe * spec.index_bytes
-                assert size.device_slots * spec.row_bytes + keys <= 1_200_000
+                assert size.device_slots * spec.row_bytes + keys <= 2_400_000
                 assert size.host_slots * spec.row_bytes <= host
 
 
@@ -103,19 +107,20 @@ def test_bad_input_is_one_line(tmp_path):
     fails(r"expected text, found .*empty.py empty; leave it out", documents=(empty,))
     fails("expected 18 prompts of 144 bytes, found 0 in 1 files; give more", documents=(short,))
     fails("experts: expected a multiple of the 3 devices, found 8", devices=3)
-    fails("budget too small for one request's selection", budget_device=20_000)
-    fails("expected room for one request of 152 tokens, found", budget_device=150_000)
+    fails("budget too small for one request's selection", budget_device=40_000)
+    fails("expected room for one request of 152 tokens, found", budget_device=300_000)
     fails("placement: expected one of .*found 'nothing'", placements=("nothing",))
     fails("policy: expected one of .*found 'nothing'", policy="nothing")
 
 
-def test_devices_that_do_not_divide_the_heads(monkeypatch):
-    monkeypatch.setattr(demo, "TINY", {**demo.TINY, "n_routed_experts": 9})
-    fails("heads: expected a multiple of the 3 devices, found 8", devices=3)
+def test_devices_that_do_not_divide_the_heads(tmp_path):
+    config = {**json.loads((TINY / "config.json").read_text()), "n_routed_experts": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fails("heads: expected a multiple of the 3 devices, found 8", devices=3, model=tmp_path)
 
 
 def test_a_byte_outside_the_vocabulary(tmp_path):
-    config = ModelConfig.from_hub({**demo.TINY, "vocab_size": 128})
+    config = replace(CONFIG, vocab_size=128)
     save_checkpoint(init_model(config, make_mesh(1), Parallel("tp", 1), seed=0), tmp_path / "model")
     document = tmp_path / "latin.txt"
     document.write_bytes(b"caf\xe9 " * 1000)

@@ -112,7 +112,7 @@ class Wrong:
     [
         ("protected", r"policy protected!, pool of \d+ slots, round \d+: expected victims that are its own, distinct"),
         ("outside", r"policy outside!, pool of \d+ slots, round \d+: expected victims that are its own"),
-        ("short", r"policy short!, pool of 64 slots, round 0: expected a slot for every row that missed, found none for"),
+        ("short", r"policy short!, pool of 64 slots, round 0: expected a slot for every row that missed, found none"),
         ("shape", r"policy Wrong\(fault='shape'\): expected evict to return int32\[71\].*found int32\[70\]"),
         ("dtype", r"policy Wrong\(fault='dtype'\): expected evict to return int32\[71\].*found float32\[71\]"),
         ("state", r"policy Wrong\(fault='state'\): expected evict to return .* a state of the shapes it was given"),

@@ -58,7 +58,7 @@ def _place(policy: Policy, state: Any, wanted: Bool[Array, " n"], num_slots: int
 
 
 def victims(policy: Policy, state: Any, count: Scalar, limit: int) -> tuple[Slots, Any]:
-    """What `policy.evict` gives. ValueError, naming the policy, unless list and state have the shapes that they must."""
+    """What `policy.evict` gives. ValueError, naming the policy, if list or state have not the shapes that they must."""
     given, after = policy.evict(state, count, limit)
     shape, dtype = jnp.shape(given), getattr(given, "dtype", type(given))
     if shape != (limit,) or dtype != jnp.int32 or _shapes(after) != _shapes(state):

@@ -11,7 +11,8 @@ ORACLE = (".oracleGeneral", ".bin")
 def load(path: Path, rounds: cachesim.Rounds = "time") -> Trace:
     """A trace from `.parquet` (ours), `.oracleGeneral`, `.bin` (libCacheSim's) or `.csv`, the last three also `.zst`.
 
-    `rounds` says what a round is in a foreign file: all records of one time, or each record. ValueError if the file is missing, foreign or damaged.
+    `rounds` says what a round is in a foreign file: all records of one time, or each record. ValueError if the file is
+    missing, foreign or damaged.
     """
     kind = _kind(path)
     if kind == ".parquet":
@@ -30,7 +31,7 @@ def save(trace: Trace, path: Path, stream: int | None = None) -> None:
     if kind == ".parquet":
         return parquet.write_trace(trace, path)
     count = len(trace.positions)
-    if stream is None and count > 1 or not 0 <= (stream or 0) < count:
+    if (stream is None and count > 1) or not 0 <= (stream or 0) < count:
         raise ValueError(
             f"{path}: expected a stream from 0 to {count - 1} ({', '.join(trace.stream_names[:8])}, ...), found "
             f"{stream}; this format holds one, say which"

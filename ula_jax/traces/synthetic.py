@@ -28,7 +28,10 @@ NEWEST = np.float32(50.0)  # above any score
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """Sizes and statistics of a trace; `positions` counts those that the longest request has at the start."""
+    """Sizes and statistics of a trace; `positions` counts those that the longest request has at the start.
+
+    The published replay: requests 1, positions 100384, rounds 1799, k 2048, overlap None, churn 0, shortest 1.
+    """
 
     requests: int = 8
     positions: int = 6000
@@ -40,19 +43,23 @@ class TraceConfig:
     """`f` above, where `overlap` is None."""
     churn: float = 0.004
     """Probability that a request ends before a round."""
+    shortest: float = 0.7
+    """Positions of the shortest request at the start, as a share of `positions`."""
     depth: float = 1.0
     """Ranks to keep, in units of `k`: above 1 for policies that look at scores or prefetch."""
     seed: int = 0
 
     def __post_init__(self):
-        if not 1 <= self.k <= int(0.7 * self.positions):
+        if not 0 < self.shortest <= 1:
+            raise ValueError(f"shortest: expected a share above 0, at most 1, found {self.shortest}; give one there")
+        least = int(self.shortest * self.positions)
+        if not 1 <= self.k <= least:
             raise ValueError(
-                f"k: expected 1 to {int(0.7 * self.positions)} (the shortest request), found {self.k}; "
-                f"select fewer or raise positions"
+                f"k: expected 1 to {least} (the shortest request), found {self.k}; select fewer or raise positions"
             )
-        if not 1 <= self.depth <= 0.7 * self.positions / self.k:
+        if not 1 <= self.depth <= least / self.k:
             raise ValueError(
-                f"depth: expected 1 to {0.7 * self.positions / self.k:.1f} (the shortest request), found {self.depth}; "
+                f"depth: expected 1 to {least / self.k:.1f} (the shortest request), found {self.depth}; "
                 f"keep fewer ranks or raise positions"
             )
         if self.overlap is not None and not 0 < self.overlap < 1:
@@ -98,7 +105,7 @@ def _steps(
         return rng.standard_normal(shape, dtype=np.float32)
 
     def new_lengths(count: int) -> Int32[np.ndarray, " count"]:
-        return rng.integers(int(0.7 * config.positions), config.positions + 1, count, dtype=np.int32)
+        return rng.integers(int(config.shortest * config.positions), config.positions + 1, count, dtype=np.int32)
 
     def advance(part: Float32[np.ndarray, "requests positions"], rate: np.float32) -> None:
         part *= rate
