@@ -71,10 +71,7 @@ def _plug_in(trace: Trace, size: int, rounds: int) -> dict[str, Any]:
         path = Path(folder) / "trace.oracleGeneral"
         save(part, path)
         reader = libcachesim.TraceReader(str(path), libcachesim.TraceType.ORACLE_GENERAL_TRACE)
-        cache = libcachesim.PluginCache(
-            size, lambda _: BucketedLRU(), BucketedLRU.hit, BucketedLRU.miss, BucketedLRU.evict, BucketedLRU.remove,
-            cache_free_hook=lambda _: None, reader=reader,
-        )  # fmt: skip
+        cache = plug_in(size, reader)
         stderr.print(f"plug-in: {rounds} rounds at {size} slots")
         start = time.perf_counter()
         miss_ratio, _ = cache.process_trace(reader)
@@ -84,6 +81,22 @@ def _plug_in(trace: Trace, size: int, rounds: int) -> dict[str, Any]:
         "form": "libCacheSim plug-in", "sizes": 1, "accesses": accesses, "seconds": seconds,
         "per_second": accesses / seconds, "miss_ratios": [miss_ratio],
     }  # fmt: skip
+
+
+def plug_in(size: int, reader: Any) -> Any:
+    """A libCacheSim cache of `size` bytes that runs `BucketedLRU`."""
+    import libcachesim
+
+    return libcachesim.PluginCache(
+        size,
+        lambda _: BucketedLRU(),
+        BucketedLRU.hit,
+        BucketedLRU.miss,
+        BucketedLRU.evict,
+        BucketedLRU.remove,
+        lambda _: None,
+        reader=reader,
+    )
 
 
 class BucketedLRU:

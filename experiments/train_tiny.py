@@ -105,9 +105,9 @@ def stages(config: Config) -> tuple[Stage, ...]:
     gpu = jax.default_backend() == "gpu"
     kernel = config.dense_kernel or ("cudnn" if gpu else "chunked")
     sparse = config.sparse_kernel or kernel
-    dense = Attention(dense_kernel=kernel, sparse_kernel=sparse, segments=1 if config.smoke else 4)
-    imitating = dataclasses.replace(dense, imitate=True)
     short, long = config.dense_context, config.context
+    dense = Attention(dense_kernel=kernel, sparse_kernel=sparse, segments=4 if short >= 1024 else 1)
+    imitating = dataclasses.replace(dense, imitate=True)
     if min(config.batch_tokens, config.sparse_batch_tokens) < long:
         raise UserError(
             f"batch: expected at least one sequence of {long} bytes a step, found {config.batch_tokens} and "

@@ -153,8 +153,10 @@ def draw(table: pa.Table, rows: list[dict[str, Any]], unit: int, path: Path, tit
     right.set(title=f"over time at {middle / unit:g}k", xlabel="round")
     for axes in (left, right):
         axes.set_yscale("log")
-        axes.grid(alpha=0.3)
-    left.legend(fontsize="small", ncols=2)
+        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            axis(lambda value, _: f"{value:g}")
+        axes.grid(alpha=0.3, which="both", axis="y")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize="small")
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -1,15 +1,19 @@
 """The model that ships: transformers computes the same with it, it is trained, and it is small."""
 
 import functools
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from models import TINY, load_checkpoint
+from models.hub_config import write_hub_config
 from tests.models.naive_history import NaiveHistory
 from tests.models.running import compiled, worst
 from ula_jax.parallel import Parallel, make_mesh
@@ -108,8 +112,12 @@ def test_it_is_trained(found):
 
 
 def test_it_is_small_and_says_what_it_is(model):
-    config, size = model.config, sum(file.stat().st_size for file in TINY.iterdir())
-    assert size < 12_000_000
+    config, written = model.config, json.loads((TINY / "config.json").read_text())
+    assert sum(file.stat().st_size for file in TINY.iterdir()) < 12_000_000
+    assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) < 6_000_000
+    assert written == write_hub_config(config, "bfloat16")
+    # Without these two transformers builds another model.
+    assert (written["architectures"], written["num_key_value_heads"]) == (["GlmMoeDsaForCausalLM"], 8)
     assert (TINY / "README.md").read_text().startswith("---\nlicense:")
     assert config.vocab_size == 256
     assert (config.index_topk, config.num_layers, len(config.layer_groups)) == (128, 8, 4)
