@@ -86,7 +86,7 @@ def run(config: Config) -> dict[str, Any]:
     """Every row of the comparison; the result holds what is printed and written."""
     if config.smoke:
         config = smoke(config)
-    changes = {"index_topk": config.topk} if config.topk else {}
+    changes: dict[str, Any] = {"index_topk": config.topk} if config.topk else {}
     model_config = ModelConfig.from_hub(config.model, **changes)
     spec = KVSpec.of(
         model_config, rows=config.rows, page_size=config.page_size, max_context=config.prompt + config.new_tokens

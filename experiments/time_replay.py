@@ -60,7 +60,7 @@ def run(config: Config) -> dict[str, Any]:
 
 def _plug_in(trace: Trace, size: int, rounds: int) -> dict[str, Any]:
     try:
-        import libcachesim
+        import libcachesim  # pyright: ignore
     except ImportError as missing:
         raise UserError(
             f"libcachesim: expected the package for the comparison, found none ({missing}); install it, or pass "
@@ -70,7 +70,8 @@ def _plug_in(trace: Trace, size: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.oracleGeneral"
         save(part, path)
-        reader = libcachesim.TraceReader(str(path), libcachesim.TraceType.ORACLE_GENERAL_TRACE)
+        package: Any = libcachesim
+        reader = package.TraceReader(str(path), package.TraceType.ORACLE_GENERAL_TRACE)
         cache = plug_in(size, reader)
         stderr.print(f"plug-in: {rounds} rounds at {size} slots")
         start = time.perf_counter()

@@ -41,28 +41,28 @@ the device while their request lived: an exclusive placement writes them to the 
 
 
 class Counts(NamedTuple):
-    """What one round did."""
+    """What one round did; int32, over rounds and sizes in numpy arrays."""
 
-    misses: Scalar
-    prefetched: Scalar
-    written_back: Scalar
-    short: Scalar
+    misses: Any
+    prefetched: Any
+    written_back: Any
+    short: Any
     """Needed rows that got no slot."""
-    wrong: Scalar
+    wrong: Any
     """Slots given that were used in this round, given before, or never the policy's to give."""
 
 
 class Rounds(NamedTuple):
     """Some rounds of one stream; leading axis: rounds."""
 
-    needed: Int32[Array | np.ndarray, "*rounds n"]
+    needed: Int32[Array, "*rounds n"]
     """Addresses selected, EMPTY padded."""
-    requests: Int32[Array | np.ndarray, "*rounds n"]
-    next_use: Int32[Array | np.ndarray, "*rounds n"]
-    finished: Bool[Array | np.ndarray, "*rounds seats"]
-    ranked: Int32[Array | np.ndarray, "*rounds seats depth"]
+    requests: Int32[Array, "*rounds n"]
+    next_use: Int32[Array, "*rounds n"]
+    finished: Bool[Array, "*rounds seats"]
+    ranked: Int32[Array, "*rounds seats depth"]
     """Addresses by rank: empty for policies that do not look at scores."""
-    margins: Float32[Array | np.ndarray, "*rounds seats depth"]
+    margins: Float32[Array, "*rounds seats depth"]
 
 
 def replay(
@@ -130,14 +130,12 @@ def _rounds(trace: Trace, stream: int, uses: Int32[np.ndarray, "rounds seats k"]
         scores, selected = trace.scores[stream], addresses[..., : trace.k] >= 0
         lowest = np.min(scores[..., : trace.k], axis=-1, where=selected, initial=np.inf, keepdims=True)
         margins = np.where(addresses[..., :ranks] >= 0, scores[..., :ranks] - lowest, -np.inf).astype(np.float32)
-    return Rounds(
-        needed=flat,
-        requests=np.where(flat >= 0, requests[..., : trace.k].reshape(flat.shape), EMPTY),
-        next_use=uses.reshape(flat.shape),
-        finished=trace.finished[stream],
-        ranked=addresses[..., :ranks],
-        margins=margins,
-    )
+    whose = np.where(flat >= 0, requests[..., : trace.k].reshape(flat.shape), EMPTY)
+    # In numpy, and moved to the device a chunk at a time.
+    arrays: tuple[Any, ...] = (
+        flat, whose, uses.reshape(flat.shape), trace.finished[stream], addresses[..., :ranks], margins,
+    )  # fmt: skip
+    return Rounds(*arrays)
 
 
 def _play(
@@ -157,7 +155,9 @@ def _play(
         chunk = jax.tree.map(lambda array, begin=begin: array[begin : begin + CHUNK], rounds)
         real = len(chunk.needed)
         if begin and real < CHUNK:  # pad, so that the last chunk needs no second compilation
-            chunk = Rounds(*(np.pad(a, [(0, CHUNK - real)] + [(0, 0)] * (a.ndim - 1), mode="edge") for a in chunk))
+            chunk = jax.tree.map(
+                lambda a, more=CHUNK - real: np.pad(a, [(0, more)] + [(0, 0)] * (a.ndim - 1), mode="edge"), chunk
+            )
         carry, counts = _scan(policy, carry, chunk, largest, addresses, k)
         counts = Counts(*(np.asarray(count)[:real] for count in counts))
         _check(name, counts, sizes, begin)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from rich.table import Table
 
@@ -56,10 +57,10 @@ class Store:
     def table(self, policies: Sequence[str], sizes: Sequence[int]) -> pa.Table:
         """Rows of these policies and sizes."""
         found = pa.concat_tables([self._of(policy) for policy in policies])
-        return found.filter(pa.compute.is_in(found["size"], pa.array(sizes, pa.int32())))
+        return found.filter(pc.field("size").isin(list(sizes)))
 
     def _of(self, policy: str) -> pa.Table:
-        return self.rows.filter(pa.compute.equal(self.rows["key"], self.key(policy)))
+        return self.rows.filter(pc.field("key") == self.key(policy))
 
 
 def fingerprint(trace: Trace) -> str:

@@ -1,10 +1,11 @@
 """The timing script, small; and its plug-in against libCacheSim's own LRU where both are the same."""
 
+import numpy as np
 import pytest
 
 from experiments import time_replay
 from ula_jax.report import UserError
-from ula_jax.traces import TraceConfig, generate, save
+from ula_jax.traces import Trace, save
 
 
 def test_rows_and_ratio():
@@ -19,7 +20,8 @@ def test_rows_and_ratio():
 def test_one_row_a_round_is_lru(tmp_path):
     libcachesim = pytest.importorskip("libcachesim")
     path = tmp_path / "one.oracleGeneral"
-    save(generate(TraceConfig(1, 60, 800, 1, None, 3.0, churn=0.0)), path)
+    rows = np.random.default_rng(0).zipf(1.3, 800).clip(max=60).astype(np.int32) - 1
+    save(Trace(rows.reshape(1, 800, 1, 1), np.zeros((1, 800, 1), bool), 1, 60), path)
 
     def ratio(make):
         reader = libcachesim.TraceReader(str(path), libcachesim.TraceType.ORACLE_GENERAL_TRACE)

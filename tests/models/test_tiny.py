@@ -19,10 +19,7 @@ from tests.models.running import compiled, worst
 from ula_jax.parallel import Parallel, make_mesh
 
 TOLERANCE = 1e-4
-"""Of logits that reach 19: twice what was found. Float32 sums in another order."""
-MARGIN = 1e-6
-"""Of index scores that reach 16. transformers breaks ties as it likes; the scores of 2 rows in 3072 tie at the
-boundary, and nearly so those of a few more. A single other row moves later logits by up to 0.04."""
+"""Of logits that reach 19; found: 2.3e-5."""
 
 
 @functools.cache
@@ -33,18 +30,6 @@ def oracle():
     return found | {"input_ids": found["input_ids"].astype(np.int32)} | masks
 
 
-class Told(NaiveHistory):
-    """Scores for itself and attends over the selections that it is told; over everything where it is told none."""
-
-    def __init__(self, config, positions, masks):
-        super().__init__(config, positions)
-        self.masks = masks
-
-    def select(self, group, query, weights, key):
-        super().select(group, query, weights, key)
-        self.current = self.masks.get(group, self.causal)
-
-
 @pytest.fixture(scope="module")
 def model():
     return load_checkpoint(TINY, make_mesh(1), Parallel("tp", 1), mtp=True)
@@ -52,20 +37,20 @@ def model():
 
 @pytest.fixture(scope="module")
 def found(model):
-    """Logits, drafts and index scores in float32; every layer attends over what transformers selected."""
+    """Logits, drafts and selections in float32."""
 
-    def body(model, tokens, positions, masks):
-        history = Told(model.config, positions, masks)
+    def body(model, tokens, positions):
+        history = NaiveHistory(model.config, positions)
         hidden = model(tokens, positions, history)
-        drafting = Told(model.config, positions[:, 1:], {})
-        drafted = model.draft(tokens[:, 1:], hidden[:, :-1], positions[:, 1:], drafting)
-        return model.logits(hidden), model.logits(drafted), history.scores
+        drafted = model.draft(
+            tokens[:, 1:], hidden[:, :-1], positions[:, 1:], NaiveHistory(model.config, positions[:, 1:])
+        )
+        return model.logits(hidden), model.logits(drafted), history.selected
 
     tokens = oracle()["input_ids"]
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    masks = {group: oracle()[f"selected/{layers[0]}"] for group, layers in enumerate(model.config.layer_groups)}
     run = compiled(model, make_mesh(1), body)
-    return SimpleNamespace(**dict(zip(("logits", "drafts", "scores"), run(tokens, positions, masks), strict=True)))
+    return SimpleNamespace(**dict(zip(("logits", "drafts", "selected"), run(tokens, positions), strict=True)))
 
 
 def nats_per_byte(logits, following):
@@ -83,32 +68,22 @@ def test_every_position_matches_transformers(found):
     np.testing.assert_array_equal(found.logits.argmax(-1), expected["greedy"])
 
 
-def test_selections_match_transformers_where_no_scores_tie(model, found):
-    k = model.config.index_topk
-    rows = differing = 0
+def test_every_selection_matches_transformers(model, found):
+    """In passages without a tie at the boundary: transformers breaks ties as it likes, and one other row moves later
+    logits by up to 0.04."""
     for group, layers in enumerate(model.config.layer_groups):
-        scores, theirs = found.scores[group][:, k:], oracle()[f"selected/{layers[0]}"][:, k:]
-        ranked = np.sort(scores, -1)[..., ::-1]
-        ours = np.zeros_like(theirs)
-        np.put_along_axis(ours, np.argsort(-scores, -1, kind="stable")[..., :k], True, -1)
-        clear = ranked[..., k - 1] - ranked[..., k] > MARGIN
-        np.testing.assert_array_equal(ours[clear], theirs[clear])
-        # Elsewhere only positions at the boundary change places.
-        odd = ours != theirs
-        boundary = np.broadcast_to(ranked[..., k - 1 : k], scores.shape)
-        assert np.all(np.abs(scores - boundary)[odd] <= MARGIN)
-        assert np.all(theirs.sum(-1) == k)
-        rows, differing = rows + clear.size, differing + odd.any(-1).sum()
-    assert rows == 4 * 2 * (512 - k)
-    assert differing < rows / 100
+        theirs = oracle()[f"selected/{layers[0]}"]
+        assert np.all(theirs[:, model.config.index_topk :].sum(-1) == model.config.index_topk)
+        np.testing.assert_array_equal(found.selected[group], theirs)
 
 
 def test_it_is_trained(found):
-    """An untrained model needs 8 bits/byte and accepts no draft; selections of noise would not be a model's."""
+    """An untrained model needs 8 bits/byte and accepts no draft. Beginnings and prose are harder than the 1.3 bits/byte
+    of the model card."""
     tokens = oracle()["input_ids"]
-    assert oracle()["nats"].mean() / math.log(2) < 1.1
-    assert nats_per_byte(found.logits[:, :-1], tokens[:, 1:]).mean() / math.log(2) < 1.1
-    assert np.mean(found.drafts[:, :-1].argmax(-1) == found.logits[:, 1:-1].argmax(-1)) > 0.7
+    assert oracle()["nats"].mean() / math.log(2) < 2.1
+    assert nats_per_byte(found.logits[:, :-1], tokens[:, 1:]).mean() / math.log(2) < 2.1
+    assert np.mean(found.drafts[:, :-1].argmax(-1) == found.logits[:, 1:-1].argmax(-1)) > 0.6
 
 
 def test_it_is_small_and_says_what_it_is(model):

@@ -64,8 +64,8 @@ def test_a_changed_policy_file_is_played_again(trace, tmp_path, capsys):
 
 def test_traces_are_made_converted_and_described(tmp_path, capsys):
     made = tmp_path / "made.parquet"
-    flags = "--requests 2 --positions 200 --rounds 30 --k 16 --overlap None --depth 2".split()
-    facts = ula(capsys, "trace", "synthetic", made, *flags, "--out", tmp_path)
+    sizes = ("--requests", "2", "--positions", "200", "--rounds", "30", "--k", "16")
+    facts = ula(capsys, "trace", "synthetic", made, *sizes, "--overlap", "None", "--depth", "2", "--out", tmp_path)
     assert (facts["rounds"], facts["seats"], facts["k"], facts["depth"]) == (30, 2, 16, 2.0)
     assert facts["meta"]["source"] == "synthetic"
     for name in ("made.oracleGeneral.zst", "made.csv"):
@@ -93,7 +93,7 @@ def test_curves_and_the_list_of_policies(trace, tmp_path, capsys):
         (("--sizes", "2q"), "expected slots (4096) or multiples of a selection (2k), found '2q'"),
         (("--policies", "lrv"), "policy: expected one of"),
         (("--policies", "nothing.py:Lru"), "expected a Python file, found nothing at nothing.py"),
-        (("--policies", "score_now:depth=8.0"), "score_now:depth=8.0: expected a trace with ranks up to 8 k, found 4 k"),
+        (("--policies", "score_now:depth=8.0"), "depth=8.0: expected a trace with ranks up to 8 k, found 4 k"),
         (("--warmup", "40"), "warmup: expected 0 to 39 rounds, found 40"),
     ],
 )
@@ -108,6 +108,6 @@ def test_errors_are_one_line(trace, tmp_path, arguments, message):
 def test_files_that_are_no_traces_are_named(tmp_path):
     noise = tmp_path / "noise.parquet"
     noise.write_bytes(b"PAR1 is not enough")
-    for path, message in ((noise, "noise.parquet"), (tmp_path / "none.csv", "none.csv"), (tmp_path / "x.doc", "'.doc'")):
+    for name, message in (("noise.parquet", "noise.parquet"), ("none.csv", "none.csv"), ("x.doc", "'.doc'")):
         with pytest.raises(SystemExit, match=message):
-            cli.main(["trace", "stats", str(path), "--out", str(tmp_path)])
+            cli.main(["trace", "stats", str(tmp_path / name), "--out", str(tmp_path)])
