@@ -54,7 +54,7 @@ class Config:
     """Documents to decode; None: one more than the most that any row can hold at once."""
     out: Path = Path("results")
     smoke: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """A short run that shows the same things: shorter prompts, smaller budgets."""
+    """A short run that shows the same things: fewer devices, shorter prompts, smaller budgets."""
 
 
 @dataclass
@@ -131,7 +131,9 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def smoke(config: Config) -> Config:
-    changes = dict(prompt=144, new_tokens=8, budget_device=600_000, budget_host=900_000, modes=("tp",))
+    changes = dict(
+        devices=4, prompt=144, new_tokens=8, budget_device=600_000, budget_host=900_000, modes=("tp",)
+    )
     return Config(**{**vars(config), **changes, "smoke": False})
 
 

@@ -15,11 +15,12 @@ from rich.table import Table
 
 from ula_jax import results
 from ula_jax.policies import POLICIES, make_policy
-from ula_jax.policies.base import depth
+from ula_jax.policies.base import NEVER, depth
 from ula_jax.replay import check_sizes, replay
 from ula_jax.report import UserError, environment, print_table, progress_bar, report
 from ula_jax.traces import Trace, TraceConfig, generate, load, save
-from ula_jax.traces.statistics import ring_for, summary
+from ula_jax.traces.statistics import ring_for, stack_distances, summary
+from ula_jax.types import EMPTY
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,10 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Stats:
-    """Sizes, overlap and working sets of a trace."""
+    """Sizes, overlap, working sets and reuse of a trace.
+
+    Stack distances are in selections (k): half of the reuses have less than `stack_distance_50%` of other rows between.
+    """
 
     trace: tyro.conf.Positional[Path]
     out: Path = Path("results")
@@ -176,6 +180,11 @@ def _slots(text: str, trace: Trace) -> int:
 
 def _describe(trace: Trace, path: Path) -> dict[str, Any]:
     facts = summary(trace)
+    if trace.num_rounds <= 10_000:  # the time grows with the square of the rounds
+        distances = stack_distances(trace)
+        known = distances[(distances != NEVER) & (distances != EMPTY)] / trace.largest_round
+        if known.size:
+            facts |= {f"stack_distance_{q}%": float(np.percentile(known, q)) for q in (50, 90, 99)}
     facts |= {f"ring_{size}k": ring_for(trace, int(size * trace.largest_round)) for size in (1.5, 2, 4)}
     table = Table(title=str(path), title_justify="left", show_header=False)
     for key, value in facts.items():

@@ -185,3 +185,10 @@ def test_summary(trace):
     assert "working_set_32" not in facts
     one = Trace(trace.positions[:, :1], trace.finished[:, :1], trace.k, trace.length)
     assert "overlap" not in statistics.summary(one)
+
+
+def test_reuse_in_the_summary():
+    """One row of three in each round, 0 1 0 0 2 1: read again after 2, 1 and 4 rounds."""
+    selected = np.array([0, 1, 0, 0, 2, 1], np.int32).reshape(1, 6, 1, 1)
+    facts = statistics.summary(Trace(selected, np.zeros((1, 6, 1), bool), 1, 3))
+    assert [facts[f"reused_within_{n}"] for n in (1, 2, 4, 64)] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 3 / 6])

@@ -29,10 +29,13 @@ def test_outside_policy_and_placement_change_no_token():
     assert tokens(make_placement("ula", parallel, policy=fifo), 75, 150) == expected
 
 
-@pytest.mark.parametrize(("name", "lines"), [("fifo.py", 40), ("host_only.py", 50)])
-def test_readme_shows_the_examples_as_they_are(name, lines):
+@pytest.mark.parametrize(
+    ("name", "lines", "page"),
+    [("fifo.py", 30, "README.md"), ("fifo.py", 30, "docs/add_a_policy.md"), ("host_only.py", 50, "README.md")],
+)
+def test_pages_show_the_examples_as_they_are(name, lines, page):
     text = (EXAMPLES / name).read_text()
-    assert text in (ROOT / "README.md").read_text()
+    assert f"```python\n{text}```" in (ROOT / page).read_text()
     assert len(text.splitlines()) <= lines
 
 

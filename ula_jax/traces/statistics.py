@@ -165,6 +165,8 @@ def stack_distances(trace: Trace) -> Uses:
 def summary(trace: Trace) -> dict[str, Any]:
     """Sizes and means over streams, ready for a table or JSON; what a short trace does not have is left out.
 
+    `reused_within_n` is the share of accesses to a row that was read in one of the n rounds before.
+
     `requests` is counted in the first stream of each rank, `distinct_rows` in every stream.
     """
     uses = next_use(trace)
@@ -187,6 +189,10 @@ def summary(trace: Trace) -> dict[str, Any]:
         "first_use_share": first / max(1, accesses),
         "overlap": _mean(overlap(trace, uses)),
         "stream_overlap": _mean(stream_overlap(trace)),
+    }
+    within = np.cumsum(reuse[:, 1:].sum(axis=0))
+    facts |= {
+        f"reused_within_{n}": float(within[min(n, within.size) - 1] / max(1, accesses)) for n in WINDOWS if within.size
     }
     means = working_set(trace, WINDOWS, uses)
     facts |= {f"working_set_{window}": _mean(mean) for window, mean in zip(WINDOWS, means.T, strict=True)}
