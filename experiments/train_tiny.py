@@ -57,6 +57,8 @@ class Config:
     state: Path = Path("results/train_tiny")
     """Where training state and log survive between calls."""
     results: Path = Path("results")
+    note: str = ""
+    """What else the model card should say of this run."""
     stop_after: float | None = None
     """Seconds after which to save and leave; None: run to the end."""
     evaluate: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -148,7 +150,7 @@ def run(config: Config) -> dict[str, Any]:
             result |= {"parameters": trainer.size, "train_bytes": len(corpus.train), "documents": corpus.documents}
             result |= {"log": files.log}
             save_checkpoint(trainer.model(state["parameters"], jnp.bfloat16), config.out)
-            write_card(config.out, trainer.model_config, result, plan)
+            write_card(config.out, trainer.model_config, result, plan, config.note)
         return {**result, "seconds": time.monotonic() - started}
 
 
@@ -317,7 +319,7 @@ class Files:
 
 def _recipe(config: Config) -> dict[str, Any]:
     """The settings that decide the result."""
-    free = {"out", "state", "results", "stop_after", "evaluate", "probe", "held_out", "log_every", "save_every"}
+    free = {"out", "state", "results", "stop_after", "note", "evaluate", "probe", "held_out", "log_every", "save_every"}
     return {key: value for key, value in vars(config).items() if key not in free}
 
 

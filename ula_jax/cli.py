@@ -141,11 +141,9 @@ def _compare(
     trace: Trace, name: str, policies: tuple[str, ...], sizes: list[int], warmup: int, out: Path, command: str
 ) -> dict[str, Any]:
     """Play what is missing, then show, draw and return the summary."""
-    if "belady" not in policies:
-        policies = (*policies, "belady")
+    policies = tuple(dict.fromkeys((*policies, "belady")))
+    sizes = sorted(set(sizes))
     check_sizes(trace, sizes)
-    if not 0 <= warmup < trace.num_rounds:
-        raise UserError(f"warmup: expected 0 to {trace.num_rounds - 1} rounds, found {warmup}; leave some to count")
     made = {policy: make_policy(policy) for policy in policies}
     store = results.Store(out / f"replay-{name}.parquet", trace, warmup)
     about = environment()
@@ -163,7 +161,8 @@ def _compare(
     rows = results.summarize(table)
     counted = (trace.num_rounds - warmup) * len(trace.positions)
     print_table(results.miss_table(rows, trace.largest_round, counted))
-    results.draw(table, rows, trace.largest_round, out / f"{command}-{name}.png", f"{name}: {len(made)} policies")
+    picture = out / f"{command}-{name}.png"
+    results.draw(table, rows, trace.largest_round, warmup, picture, f"{name}: {len(made)} policies")
     return {"rows": rows, "trace": {**summary(trace), "meta": trace.meta}, "warmup": warmup, **about}
 
 
@@ -231,7 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
     name, run = RUN[type(command)]
     try:
         result = run(command)
-    except (UserError, ValueError, TypeError, pa.ArrowException) as wrong:
+    except (UserError, ValueError, OSError, pa.ArrowException) as wrong:
         sys.exit(f"error: {wrong}")
     report(result, command.out, name)
 

@@ -2,12 +2,17 @@
 
 import dataclasses
 import importlib.util
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
-def make(kind: str, known: dict[str, type], spec: str, **given: Any) -> Any:
+def make(kind: str, known: dict[str, type], spec: str, if_taken: Mapping[str, Any] | None = None, **given: Any) -> Any:
     """An object from `name`, `path.py:Class`, or either followed by `:parameter=value,...`; `given` goes along.
+
+    `if_taken` goes along too, as far as the class has fields of these names.
 
     Raises ValueError for an unknown name, file, class, parameter or value.
     """
@@ -22,17 +27,15 @@ def make(kind: str, known: dict[str, type], spec: str, **given: Any) -> Any:
             f"{kind}: expected one of {sorted(known)} or 'path.py:Class', found {name!r} in {spec!r}; "
             "choose one of them"
         )
-    return cls(**_parameters(kind, cls, rest, spec), **given)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    given |= {name: value for name, value in (if_taken or {}).items() if name in fields}
+    return cls(**_parameters(kind, cls, rest, spec, given), **given)
 
 
 def _from_file(kind: str, path: Path, class_name: str) -> type:
     if not path.is_file():
         raise ValueError(f"{kind}: expected a Python file, found nothing at {path}; check the path")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = _module(path.resolve(), path.stat().st_mtime_ns)
     found = getattr(module, class_name, None)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
@@ -43,9 +46,23 @@ def _from_file(kind: str, path: Path, class_name: str) -> type:
     return found
 
 
-def _parameters(kind: str, cls: type, text: str, spec: str) -> dict[str, Any]:
+@cache
+def _module(path: Path, changed_at: int) -> ModuleType:
+    """The file's module. One object as long as the file stays as it is: states made by two of them do not mix."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _parameters(kind: str, cls: type, text: str, spec: str, given: dict[str, Any]) -> dict[str, Any]:
     """`a=1,b=x` as keyword arguments, each value read as the type of the field's default."""
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+    bare = [name for name, default in defaults.items() if default is dataclasses.MISSING and name not in given]
+    if bare:
+        raise ValueError(f"{kind} {spec!r}: expected a default for every field, found none for {bare}; give them one")
     values: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         name, _, value = item.partition("=")

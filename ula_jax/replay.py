@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from ula_jax.policies.base import Policy, Ranking, Touch, depth
 from ula_jax.policies.books import pick, put
-from ula_jax.policies.round import play, victims
+from ula_jax.policies.round import play, same, victims
 from ula_jax.traces.statistics import next_use
 from ula_jax.traces.trace import Trace
 from ula_jax.types import EMPTY, Array, Bool, Float32, Int32, Scalar
@@ -88,6 +88,8 @@ def replay(
     """
     name = name or repr(policy)
     check_sizes(trace, sizes)
+    if not 0 <= warmup < trace.num_rounds:
+        raise ValueError(f"warmup: expected 0 to {trace.num_rounds - 1} rounds, found {warmup}; leave some to count")
     if depth(policy) > trace.depth:
         raise ValueError(
             f"{name}: expected a trace with ranks up to {depth(policy):g} k, found {trace.depth:g} k; capture or "
@@ -110,7 +112,7 @@ def replay(
 def check_sizes(trace: Trace, sizes: Sequence[int]) -> None:
     """ValueError unless every size holds what one round selects."""
     least = trace.largest_round
-    if not sizes:
+    if not len(sizes):
         raise ValueError("sizes: expected at least one pool size, found none; give sizes in slots")
     for size in sizes:
         if size < least:
@@ -215,7 +217,8 @@ def _round(policy: Policy[Any], addresses: int, k: int, carry: Any, now: Rounds)
     state, slot_of, held = carry
     num_slots, length = held.size, addresses // now.finished.size
     gone = (held >= 0) & now.finished[jnp.maximum(held, 0) // length]
-    state = policy.forget(state, jnp.where(gone, jnp.arange(num_slots, dtype=jnp.int32), EMPTY))
+    left_alone = policy.forget(state, jnp.where(gone, jnp.arange(num_slots, dtype=jnp.int32), EMPTY))
+    state = same(policy, "forget", state, left_alone)
     slot_of = put(slot_of, jnp.where(gone, held, EMPTY), EMPTY)
     held = jnp.where(gone, EMPTY, held)
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from rich.table import Table
 from ula_jax.replay import SCHEMA
 from ula_jax.traces.trace import Trace
 
-KEYED = SCHEMA.append(pa.field("key", pa.string()))
+KEYED = SCHEMA.append(pa.field("key", pa.string())).append(pa.field("about", pa.string()))
+"""`key` says what was played, `about` (JSON: command, versions, hardware, date) by what."""
+
+CODE = Path(__file__).parent
+"""Whose policies and replay decide the results."""
 
 
 class Store:
@@ -28,16 +33,19 @@ class Store:
         if path.is_file():
             try:
                 self.rows = pq.read_table(path).select(KEYED.names).cast(KEYED)
-            except (pa.ArrowException, KeyError) as wrong:
+            except (pa.ArrowException, KeyError, OSError) as wrong:
                 raise ValueError(
                     f"{path}: expected results of an earlier replay, found something else ({wrong}); move it away"
                 ) from wrong
 
     def key(self, policy: str) -> str:
-        """Identifies trace, warm-up and policy; a policy in a file by the file's contents too."""
-        file = Path(policy.partition(":")[0])
-        source = file.read_bytes() if file.suffix == ".py" and file.is_file() else b""
-        return hashlib.sha256(f"{self._trace} {policy}".encode() + source).hexdigest()[:16]
+        """Identifies trace, warm-up, policy and the code that plays it, files named in the policy among it."""
+        named = [Path(name) for name in re.findall(r"[^\s:=,]+\.py", policy)]
+        code = [*sorted(CODE.glob("policies/*.py")), CODE / "replay.py", *(file for file in named if file.is_file())]
+        digest = hashlib.sha256(f"{self._trace} {policy}".encode())
+        for file in code:
+            digest.update(file.read_bytes())
+        return digest.hexdigest()[:16]
 
     def missing(self, policy: str, sizes: Iterable[int]) -> list[int]:
         """Sizes at which the policy has not been played yet."""
@@ -45,10 +53,11 @@ class Store:
         return [size for size in sizes if size not in done]
 
     def add(self, policy: str, table: pa.Table, about: dict[str, Any]) -> None:
-        """Write the rows to the file; `about` (command, versions, date) goes into its metadata."""
-        keys = pa.array([self.key(policy)] * table.num_rows, pa.string())
-        rows = pa.concat_tables([self.rows, table.append_column("key", keys)])
-        self.rows = rows.replace_schema_metadata({"ula": json.dumps(about)})
+        """Write the rows to the file, each with `about`: command, versions, hardware, date."""
+        keys, made = [self.key(policy)] * table.num_rows, [json.dumps(about)] * table.num_rows
+        for name, values in (("key", keys), ("about", made)):
+            table = table.append_column(name, pa.array(values, pa.string()))
+        self.rows = pa.concat_tables([self.rows, table])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         scratch = self.path.with_suffix(".partial")
         pq.write_table(self.rows, scratch, compression="zstd")
@@ -124,8 +133,8 @@ def miss_table(rows: list[dict[str, Any]], unit: int, rounds: int) -> Table:
     return table
 
 
-def draw(table: pa.Table, rows: list[dict[str, Any]], unit: int, path: Path, title: str) -> None:
-    """Miss ratio by size, and over time at the middle size."""
+def draw(table: pa.Table, rows: list[dict[str, Any]], unit: int, warmup: int, path: Path, title: str) -> None:
+    """Miss ratio by size, and over time at the middle size; `warmup` rounds are not in the table's sums."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -142,7 +151,7 @@ def draw(table: pa.Table, rows: list[dict[str, Any]], unit: int, path: Path, tit
         parts = [row for row in played if row["policy"] == policy and row["size"] == middle]
         if parts:
             misses = np.sum([part["misses_by_round"] for part in parts], axis=0)
-            each = sum(part["accesses"] for part in parts) / len(misses)
+            each = sum(part["accesses"] for part in parts) / (len(misses) - warmup)
             width = max(1, len(misses) // 60)
             steps = len(misses) // width
             right.plot(

@@ -61,5 +61,5 @@ def test_a_wrong_class_says_what_the_file_has(own):
         make_policy(f"{own}:Other")
     with pytest.raises(ValueError, match="expected eager to be of type bool, found 'perhaps'"):
         make_policy(f"{own}:Mine:eager=perhaps")
-    with pytest.raises(TypeError, match=r"NoPolicy.*needs the methods init, touch, evict and forget"):
+    with pytest.raises(ValueError, match=r"NoPolicy.*needs the methods init, touch, evict and forget"):
         make_policy(f"{own}:NoPolicy")

@@ -55,5 +55,9 @@ def test_bad_configs_say_why():
         TraceConfig(positions=400, k=300)
     with pytest.raises(ValueError, match=r"overlap: expected between 0 and 1, found 1\.5"):
         TraceConfig(overlap=1.5)
+    with pytest.raises(ValueError, match=r"that is not negative, found .*rounds=-1"):
+        TraceConfig(rounds=-1)
+    with pytest.raises(ValueError, match=r"overlap: expected one that selections of 250 of 400 positions can have"):
+        generate(TraceConfig(positions=400, k=250, overlap=0.2))
     with pytest.raises(ValueError, match=r"depth: expected 1 to 2\.8 .* found 3\.0"):
         TraceConfig(positions=400, k=100, depth=3.0)

@@ -40,7 +40,7 @@ def test_replay_reports_draws_and_does_not_repeat_itself(trace, tmp_path, capsys
     assert json.loads((tmp_path / "replay.json").read_text()) == result
     stored = pq.read_table(tmp_path / "replay-small.parquet")
     assert stored.num_rows == len(rows)
-    assert json.loads(stored.schema.metadata[b"ula"])["jax"]
+    assert all(json.loads(about)["jax"] for about in stored["about"].to_pylist())
 
     played = []
     monkeypatch.setattr(cli, "replay", lambda policy, trace, sizes, **_: played.append((policy, sizes)) or 1 / 0)
@@ -53,10 +53,14 @@ def test_replay_reports_draws_and_does_not_repeat_itself(trace, tmp_path, capsys
 
 
 def test_a_changed_policy_file_is_played_again(trace, tmp_path, capsys):
+    """And one inside a wrapper is found; sizes and policies given twice count once."""
     file = tmp_path / "mine.py"
-    arguments = ("replay", trace, "--sizes", "2k", "--policies", f"{file}:Fifo", "--out", tmp_path)
+    spec = f"prefetch:policy={file}:Fifo"
+    arguments = ("replay", trace, "--sizes", "2k", "64", "--policies", spec, spec, "--out", tmp_path)
     file.write_text(FIFO.read_text())
-    first = ula(capsys, *arguments)["rows"][0]
+    first, belady = ula(capsys, *arguments)["rows"]
+    assert belady["policy"] == "belady"
+    assert first["prefetch_bytes"] > 0
     file.write_text(FIFO.read_text().replace("books.round - state.arrived", "books.age * 0 + state.arrived"))
     second = ula(capsys, *arguments)["rows"][0]
     assert second["miss_ratio"] != first["miss_ratio"], "last in, first out is another policy"

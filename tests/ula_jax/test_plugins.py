@@ -78,7 +78,7 @@ def test_placements_by_name_and_from_a_file(file):
     assert (found.knob, found.parallel) == (3, Parallel("dp", 2))
     with pytest.raises(ValueError, match=r"placement: expected one of \['gpu_only', .*found 'gpu'"):
         make_placement("gpu", Parallel())
-    with pytest.raises(TypeError, match=r"placement: NoPlacement in .* lacks append, attend, capacity"):
+    with pytest.raises(ValueError, match=r"placement: NoPlacement in .* lacks append, attend, capacity"):
         make_placement(f"{file}:NoPlacement", Parallel())
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ula_jax.policies import LRU, make_policy
+from ula_jax.policies import LRU, POLICIES, make_policy
 from ula_jax.replay import replay
 from ula_jax.traces import Trace, TraceConfig, generate
 
@@ -64,6 +64,25 @@ def test_every_size_and_stream_equals_a_plain_simulation(trace):
         assert row["prefetched"] == 0
 
 
+@pytest.fixture(scope="module")
+def deep():
+    """One stream with runners-up for every policy."""
+    return generate(TraceConfig(3, 150, 60, 16, None, depth=4.0, churn=0.03, seed=3))
+
+
+@pytest.fixture(scope="module")
+def best(deep):
+    return replay(make_policy("belady"), deep, [100])["misses"][0].as_py()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_keeps_its_promises_and_none_beats_belady(policy, deep, best):
+    row = replay(make_policy(policy), deep, [100]).to_pylist()[0]
+    assert row["misses"] + row["prefetched"] >= best
+    assert row["misses"] < row["accesses"] / 2
+    assert (row["prefetched"] > 0) == (policy == "prefetch")
+
+
 def test_belady_is_never_worse_and_prefetch_trades_bytes_for_misses(trace):
     best = replay(make_policy("belady"), trace, SIZES)["misses"].to_numpy()
     lru = replay(LRU(), trace, SIZES)["misses"].to_numpy()
@@ -85,7 +104,8 @@ class Wrong:
         return LRU().init(num_slots)
 
     def touch(self, state, touch):
-        return LRU().touch(state, touch)
+        after = LRU().touch(state, touch)
+        return after._replace(round=jnp.float32(0)) if self.fault == "touch" else after
 
     def evict(self, state, count, limit):
         slots, after = LRU().evict(state, count, limit)
@@ -104,7 +124,7 @@ class Wrong:
         return slots, after
 
     def forget(self, state, slots):
-        return LRU().forget(state, slots)
+        return (LRU().forget(state, slots), 0) if self.fault == "forget" else LRU().forget(state, slots)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +135,9 @@ class Wrong:
         ("short", r"policy short!, pool of 64 slots, round 0: expected a slot for every row that missed, found none"),
         ("shape", r"policy Wrong\(fault='shape'\): expected evict to return int32\[71\].*found int32\[70\]"),
         ("dtype", r"policy Wrong\(fault='dtype'\): expected evict to return int32\[71\].*found float32\[71\]"),
-        ("state", r"policy Wrong\(fault='state'\): expected evict to return .* a state of the shapes it was given"),
+        ("state", r"policy Wrong\(fault='state'\): expected evict to return a state of the shapes it was given"),
+        ("touch", r"policy Wrong\(fault='touch'\): expected touch to return a state of the shapes it was given"),
+        ("forget", r"policy Wrong\(fault='forget'\): expected forget to return a state of the shapes it was given"),
     ],
 )
 def test_a_policy_that_breaks_its_promises_is_named(trace, fault, message):
@@ -128,6 +150,8 @@ def test_sizes_and_traces_that_do_not_fit_say_why(trace):
         replay(LRU(), trace, [64, 47])
     with pytest.raises(ValueError, match=r"sizes: expected at least one pool size"):
         replay(LRU(), trace, [])
+    with pytest.raises(ValueError, match=r"warmup: expected 0 to 149 rounds, found 150"):
+        replay(LRU(), trace, SIZES, warmup=150)
     with pytest.raises(ValueError, match=r"score_now: expected a trace with ranks up to 4 k, found 2 k"):
         replay(make_policy("score_now"), trace, SIZES, name="score_now")
     bare = Trace(trace.positions, trace.finished, 16, trace.length)

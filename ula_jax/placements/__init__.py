@@ -1,5 +1,6 @@
 """Placements by name. To add one: a file beside these, and a line in PLACEMENTS."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ula_jax.parallel import Parallel
@@ -12,12 +13,17 @@ from ula_jax.plugins import make
 PLACEMENTS: dict[str, type] = {"gpu_only": GpuOnly, "hisparse": HiSparse, "ula": Ula}
 
 
-def make_placement(spec: str, parallel: Parallel, **given: Any) -> Placement:
-    """A placement from `name`, `name:parameter=value,...` or `path.py:Class`, with or without parameters after it."""
-    placement = make("placement", PLACEMENTS, spec, parallel=parallel, **given)
+def make_placement(
+    spec: str, parallel: Parallel, if_taken: Mapping[str, Any] | None = None, **given: Any
+) -> Placement:
+    """A placement from `name`, `name:parameter=value,...` or `path.py:Class`, with or without parameters after it.
+
+    `given` are further parameters; those of `if_taken` are left out where the placement has none of the name.
+    """
+    placement = make("placement", PLACEMENTS, spec, if_taken, parallel=parallel, **given)
     if not isinstance(placement, Placement):
         missing = [name for name in dir(Placement) if not name.startswith("_") and not hasattr(placement, name)]
-        raise TypeError(f"placement: {type(placement).__name__} in {spec!r} lacks {', '.join(missing)}; add them")
+        raise ValueError(f"placement: {type(placement).__name__} in {spec!r} lacks {', '.join(missing)}; add them")
     return placement
 
 

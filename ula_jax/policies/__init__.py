@@ -39,7 +39,7 @@ def make_policy(spec: str) -> Policy:
     """A policy from `name`, `name:parameter=value,...` or `path.py:Class`, with or without parameters after it."""
     policy = make("policy", POLICIES, spec)
     if not isinstance(policy, Policy):
-        raise TypeError(
+        raise ValueError(
             f"policy: {type(policy).__name__} in {spec!r} needs the methods init, touch, evict and forget; add them"
         )
     return policy

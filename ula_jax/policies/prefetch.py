@@ -11,20 +11,25 @@ from ula_jax.types import Array, Int32, Scalar, Slots
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Everything is up to `policy` (an object or a spec, as for `make_policy`); what is fetched ahead is `share` k."""
+    """Everything is up to `policy` (an object or a spec, as for `make_policy`); what is fetched ahead is `share` k.
+
+    Belady cannot be wrapped: nobody knows the next use of a row that was not asked for.
+    """
 
     policy: str | Policy[Any] = "score_now"
     share: float = 0.25
 
     def __post_init__(self):
+        from ula_jax.policies import make_policy  # which needs this module
+
         if self.share < 0:
             raise ValueError(f"prefetch share: expected at least 0, found {self.share}; give a share of k")
+        if isinstance(self.policy, str):  # an object from now on, or a changed file would compare equal
+            object.__setattr__(self, "policy", make_policy(self.policy))
 
     @property
     def inner(self) -> Any:
-        from ula_jax.policies import make_policy  # which needs this module
-
-        return make_policy(self.policy) if isinstance(self.policy, str) else self.policy
+        return self.policy
 
     @property
     def prefetch(self) -> float:

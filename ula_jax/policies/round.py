@@ -27,9 +27,10 @@ def play(policy: Policy, state: Any, needed: Touch, ranking: Ranking | None, num
     leave.
     """
     assert needed.addresses is not None
-    state = policy.touch(state, needed)
+    state = same(policy, "touch", state, policy.touch(state, needed))
     if ranking is not None and hasattr(policy, "observe"):
-        state = policy.observe(state, ranking)  # pyright: ignore[reportAttributeAccessIssue]
+        seen = policy.observe(state, ranking)  # pyright: ignore[reportAttributeAccessIssue]
+        state = same(policy, "observe", state, seen)
     missing = (needed.addresses >= 0) & (needed.slots < 0)
     targets, state = _place(policy, state, missing, num_slots)
     state = policy.touch(state, replace(needed, slots=targets, inserted=True))
@@ -60,14 +61,24 @@ def _place(policy: Policy, state: Any, wanted: Bool[Array, " n"], num_slots: int
 def victims(policy: Policy, state: Any, count: Scalar, limit: int) -> tuple[Slots, Any]:
     """What `policy.evict` gives. ValueError, naming the policy, if list or state have not the shapes that they must."""
     given, after = policy.evict(state, count, limit)
-    shape, dtype = jnp.shape(given), getattr(given, "dtype", type(given))
-    if shape != (limit,) or dtype != jnp.int32 or _shapes(after) != _shapes(state):
+    shape, dtype = jnp.shape(given), jnp.result_type(given)
+    if shape != (limit,) or dtype != jnp.int32:
         raise ValueError(
-            f"policy {policy!r}: expected evict to return int32[{limit}] and a state of the shapes it was given, found "
-            f"{dtype}{list(shape)} and {_shapes(after)} instead of {_shapes(state)}; correct it"
+            f"policy {policy!r}: expected evict to return int32[{limit}] and a state, found {dtype}{list(shape)}; "
+            f"correct it"
         )
-    return given, after
+    return given, same(policy, "evict", state, after)
+
+
+def same(policy: Policy, method: str, before: Any, after: Any) -> Any:
+    """`after`. ValueError, naming the policy, if it is no state of the shapes of `before`."""
+    if _shapes(after) != _shapes(before):
+        raise ValueError(
+            f"policy {policy!r}: expected {method} to return a state of the shapes it was given, {_shapes(before)}, "
+            f"found {_shapes(after)}; correct it"
+        )
+    return after
 
 
 def _shapes(state: Any) -> str:
-    return str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", state))
+    return str(jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", state))

@@ -51,6 +51,13 @@ class S3FIFO:
     promote: int = 2
     """Uses that take a row from the small queue to the main one."""
 
+    def __post_init__(self):
+        if not 0 < self.small < 100 or not 0 <= self.ghost <= 100 or self.promote < 1:
+            raise ValueError(
+                f"s3_fifo: expected small from 1 to 99, ghost from 0 to 100 and promote of at least 1, found "
+                f"{self.small}, {self.ghost} and {self.promote}; correct them"
+            )
+
     def init(self, num_slots: int) -> S3FIFOState:
         empty = jnp.full(num_slots, EMPTY, jnp.int32)
         return S3FIFOState(

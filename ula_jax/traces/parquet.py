@@ -199,6 +199,10 @@ def _open(path: Path) -> tuple[pa.Table, dict[str, Any]]:
     for key in {"k", "length", *(about.keys() & {"depth", "seats"})}:
         if not isinstance(about.get(key), int) or about[key] < 1:
             fail(path, f"metadata {key}, a positive integer", repr(about.get(key)), "correct it")
+    for keys, kind in ((("device_ranks", "layer_groups", "finished", "row_bytes"), int), (("streams",), str)):
+        for key in about.keys() & set(keys):
+            if not isinstance(about[key], list) or not all(type(item) is kind for item in about[key]):
+                fail(path, f"metadata {key}, a list of {kind.__name__}", repr(about[key])[:80], "correct it")
     for field in SCHEMA:
         if field.name not in schema.names:
             fail(path, f"column {field.name} of type {field.type}", f"columns {', '.join(schema.names)}", "add it")

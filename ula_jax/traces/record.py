@@ -21,6 +21,8 @@ class Recorder:
     def __init__(self, engine: Engine):
         if not engine.config.capture:
             raise ValueError("recorder: expected an engine that captures, found capture = 0; make it with capture=1.0")
+        if not engine.spec.index_dim:
+            raise ValueError("recorder: expected a model with indexers, found dense attention; use another model")
         self.engine = engine
         self._seats = engine.config.max_requests
         self._occupants: list[np.ndarray] = []

@@ -109,9 +109,10 @@ def ring_for(trace: Trace, slots: int, uses: Uses | None = None) -> int:
     before them. At most the rounds of the trace: then the pool holds nearly all that the trace ever selects.
     """
     uses = next_use(trace) if uses is None else uses
+    used = np.any(trace.selected >= 0, axis=(1, 2, 3))  # a rank may never have had a request
 
     def fills(window: int) -> bool:
-        return bool(np.all(_unions(trace, uses, window)[:, window - 1 :].mean(axis=1) >= slots))
+        return bool(np.all(_unions(trace, uses, window)[used, window - 1 :].mean(axis=1) >= slots))
 
     low, high = 0, 1
     while high < trace.num_rounds and not fills(high):

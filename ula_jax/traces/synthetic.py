@@ -50,6 +50,11 @@ class TraceConfig:
     seed: int = 0
 
     def __post_init__(self):
+        if min(self.requests, self.positions, self.rounds) < 1 or not 0 <= self.churn <= 1 or self.fluctuation < 0:
+            raise ValueError(
+                f"trace: expected requests, positions and rounds of at least 1, churn from 0 to 1 and a fluctuation "
+                f"that is not negative, found {self}; correct them"
+            )
         if not 0 < self.shortest <= 1:
             raise ValueError(f"shortest: expected a share above 0, at most 1, found {self.shortest}; give one there")
         least = int(self.shortest * self.positions)
@@ -81,14 +86,17 @@ def generate(config: TraceConfig) -> Trace:
 def fit_fluctuation(config: TraceConfig, rounds: int = 40, halvings: int = 10) -> float:
     """The `f` at which consecutive selections overlap by `config.overlap`, by bisection on short traces."""
     assert config.overlap is not None
-    low, high = 0.02, 6.0
+    low, high, found = 0.02, 6.0, 0.0
     for _ in range(halvings):
         middle = (low * high) ** 0.5
         probe = replace(config, rounds=rounds, overlap=None, fluctuation=middle, churn=0.0, depth=1.0)
-        if overlap(generate(probe)).mean() > config.overlap:
-            low = middle
-        else:
-            high = middle
+        found = float(overlap(generate(probe)).mean())
+        low, high = (middle, high) if found > config.overlap else (low, middle)
+    if abs(found - config.overlap) > 0.03:
+        raise ValueError(
+            f"overlap: expected one that selections of {config.k} of {config.positions} positions can have, found "
+            f"{config.overlap}; the nearest is {found:.2f}"
+        )
     return (low * high) ** 0.5
 
 
