@@ -262,9 +262,9 @@ class World:
             if last.size < k:
                 ranked[group, rank, number, : last.size] = last
                 continue
-            shown = set(ranked[group, rank].ravel().tolist()) | set(selected[group, rank].ravel().tolist())
-            own = {address for address in self.live[rank] - shown if self.owner[rank][address] == number}
-            others = self.ranking.permutation(sorted(own))[: shape[3] - k]
+            own = {address for address in self.live[rank] if self.owner[rank][address] == number}
+            own |= set(new[rank, number][new[rank, number] >= 0].tolist())  # also rows that others of its tokens need
+            others = self.ranking.permutation(sorted(own - set(last.tolist())))[: shape[3] - k]
             best = np.concatenate([last, others]).astype(np.int32)
             ranked[group, rank, number, : best.size] = best
         return ranked, np.where(ranked >= 0, margins, -np.inf).astype(np.float32)
