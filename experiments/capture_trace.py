@@ -4,7 +4,6 @@ The trace does not depend on the placement or its budget (no placement may chang
 on the devices here.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +16,7 @@ from models import TINY, load_checkpoint
 from ula_jax.engine import Engine, EngineConfig
 from ula_jax.parallel import Mode, Parallel, force_cpu_devices, make_mesh
 from ula_jax.placements import make_placement
-from ula_jax.report import UserError, environment, progress_bar, report
+from ula_jax.report import UserError, environment, or_exit, progress_bar, report
 from ula_jax.scheduler import SamplingParams
 from ula_jax.spec import Budget, KVSpec
 from ula_jax.traces import Recorder, save
@@ -90,10 +89,7 @@ def run(config: Config) -> dict[str, Any]:
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     force_cpu_devices(config.devices)
-    try:
-        result = run(config)
-    except (UserError, ValueError) as wrong:
-        sys.exit(f"error: {wrong}")
+    result = or_exit(run, config)
     report(result, config.out, "capture_trace")
 
 

@@ -20,7 +20,7 @@ from ula_jax.engine import Engine, EngineConfig
 from ula_jax.parallel import Mode, Parallel, force_cpu_devices, make_mesh
 from ula_jax.placements import make_placement
 from ula_jax.policies import make_policy
-from ula_jax.report import UserError, environment, print_table, progress_bar, report
+from ula_jax.report import UserError, environment, or_exit, print_table, progress_bar, report
 from ula_jax.rows import FormatName
 from ula_jax.scheduler import SamplingParams
 from ula_jax.spec import Budget, Capacity, KVSpec
@@ -254,10 +254,7 @@ def plot(result: dict[str, Any], rows: list[Row], path: Path) -> None:
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     force_cpu_devices(config.devices)
-    try:
-        result = run(config)
-    except (UserError, ValueError) as wrong:
-        sys.exit(f"error: {wrong}")
+    result = or_exit(run, config)
     rows = [Row(**row) for row in result["rows"]]
     config.out.mkdir(parents=True, exist_ok=True)
     plot(result, rows, config.out / "compare_placements.png")

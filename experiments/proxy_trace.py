@@ -9,7 +9,6 @@ decoding that document (teacher forcing).
 """
 
 import importlib.util
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ import tyro
 from jaxtyping import Array, Float32, Int32
 
 from experiments.documents import python_library
-from ula_jax.report import UserError, environment, progress_bar, report
+from ula_jax.report import UserError, environment, or_exit, progress_bar, report
 from ula_jax.traces.parquet import write_trace
 from ula_jax.traces.statistics import overlap, summary
 from ula_jax.traces.trace import Trace
@@ -272,10 +271,7 @@ def _rotate(x: Float32[Array, "n heads d"], theta: float) -> Float32[Array, "n h
 
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
-    try:
-        result = run(config)
-    except (UserError, ValueError) as wrong:
-        sys.exit(f"error: {wrong}")
+    result = or_exit(run, config)
     report(result, config.out, "proxy_trace")
 
 

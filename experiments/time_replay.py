@@ -5,7 +5,6 @@ size of it, access by access, so it may push out a row that is used later in the
 the second digit. Rates are accesses per second, sizes counted.
 """
 
-import sys
 import tempfile
 import time
 from collections import OrderedDict
@@ -18,7 +17,7 @@ from rich.table import Table
 
 from ula_jax.policies import make_policy
 from ula_jax.replay import replay
-from ula_jax.report import UserError, environment, print_table, progress_bar, report, stderr
+from ula_jax.report import UserError, environment, or_exit, print_table, progress_bar, report, stderr
 from ula_jax.traces import Trace, TraceConfig, generate, save
 
 
@@ -144,10 +143,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
-    try:
-        result = run(config)
-    except (UserError, ValueError) as wrong:
-        sys.exit(f"error: {wrong}")
+    result = or_exit(run, config)
     show(result)
     report(result, config.out, "time_replay")
 

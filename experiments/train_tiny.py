@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import json
 import math
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from experiments.python_corpus import Corpus, draw_windows, held_out_windows, py
 from experiments.trainer import Rates, Stage, Trainer, mean
 from models import TINY, ModelConfig, save_checkpoint
 from models.training import Attention, Kernel
-from ula_jax.report import UserError, environment, progress_bar, report, stderr
+from ula_jax.report import UserError, environment, or_exit, progress_bar, report, stderr
 
 HUB = dict(
     model_type="glm_moe_dsa", vocab_size=256, hidden_size=192, num_hidden_layers=8, num_attention_heads=8,
@@ -327,10 +326,7 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     # Four programs take minutes to compile; a call that continues finds them.
     jax.config.update("jax_compilation_cache_dir", str(config.results.absolute() / "xla_cache"))
-    try:
-        result = run(config)
-    except (UserError, ValueError) as wrong:
-        sys.exit(f"error: {wrong}")
+    result = or_exit(run, config)
     kind = "_evaluation" if config.evaluate else "_probe" if config.probe else ""
     report(result, config.results, f"train_tiny{kind}")
 

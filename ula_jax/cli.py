@@ -17,7 +17,7 @@ from ula_jax import results
 from ula_jax.policies import POLICIES, make_policy
 from ula_jax.policies.base import NEVER, depth
 from ula_jax.replay import check_sizes, replay
-from ula_jax.report import UserError, environment, print_table, progress_bar, report
+from ula_jax.report import UserError, environment, or_exit, print_table, progress_bar, report
 from ula_jax.traces import Trace, TraceConfig, generate, load, save
 from ula_jax.traces.statistics import ring_for, stack_distances, summary
 from ula_jax.types import EMPTY
@@ -102,9 +102,7 @@ def run_mrc(config: Mrc) -> dict[str, Any]:
     if config.points < 2:
         raise UserError(f"points: expected at least 2, found {config.points}; ask for more")
     sizes = np.geomspace(trace.largest_round, _slots(config.largest, trace), config.points).astype(int)
-    return _compare(
-        trace, config.trace.stem, config.policies, sorted(set(sizes.tolist())), config.warmup, config.out, "mrc"
-    )
+    return _compare(trace, config.trace.stem, config.policies, sizes.tolist(), config.warmup, config.out, "mrc")
 
 
 def run_policies(config: Policies) -> dict[str, Any]:
@@ -228,11 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(command, TraceTools):
         command = command.command
     name, run = RUN[type(command)]
-    try:
-        result = run(command)
-    except (UserError, ValueError, OSError, pa.ArrowException) as wrong:
-        sys.exit(f"error: {wrong}")
-    report(result, command.out, name)
+    report(or_exit(run, command, OSError, pa.ArrowException), command.out, name)
 
 
 if __name__ == "__main__":

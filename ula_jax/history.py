@@ -15,7 +15,7 @@ from pallas_kernels.pytree import pytree
 from pallas_kernels.topk import top_k
 from ula_jax import index_keys
 from ula_jax.placements.base import Counters, Placement, Query, Readable, Selection
-from ula_jax.policies.base import depth
+from ula_jax.policies.base import depth, margins
 from ula_jax.spec import KVSpec
 from ula_jax.types import EMPTY, Array, Bool, Float32, Int32
 
@@ -135,14 +135,12 @@ class History:
         flat = positions.reshape(positions.shape[0], -1)
         addresses = jnp.where(flat >= 0, self._address(jnp.maximum(flat, 0)), EMPTY).reshape(positions.shape)
         ranked = jnp.zeros((positions.shape[0], 0), jnp.int32)
-        margins = ranked.astype(jnp.float32)
+        above = ranked.astype(jnp.float32)
         if self._looks and group in self.ranked:
             best, scores = (array[:, : self._looks] for array in self.ranked[group])
             ranked = jnp.where(best >= 0, self._address(jnp.maximum(best, 0)), EMPTY)
-            k = positions.shape[-1]
-            lowest = jnp.min(scores[:, :k], axis=1, where=best[:, :k] >= 0, initial=jnp.inf, keepdims=True)
-            margins = jnp.where(ranked >= 0, scores - lowest, -jnp.inf)
-        selection = Selection(addresses, self._new, jnp.asarray(self.batch.requests), ranked, margins)
+            above = margins(scores, ranked, positions.shape[-1])
+        selection = Selection(addresses, self._new, jnp.asarray(self.batch.requests), ranked, above)
         readable, self.groups[group], counters = self.placement.resolve(self.groups[group], selection)
         self._readable[group], self.counters[group] = readable, counters
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 
-from ula_jax.policies.base import Policy, Ranking, Touch, depth
+from ula_jax.policies.base import Policy, Ranking, Touch, depth, margins
 from ula_jax.policies.books import pick, put
 from ula_jax.policies.round import play, same, victims
 from ula_jax.traces.statistics import next_use
@@ -62,7 +62,7 @@ class Rounds(NamedTuple):
     finished: Bool[Array, "*rounds seats"]
     ranked: Int32[Array, "*rounds seats depth"]
     """Addresses by rank: empty for policies that do not look at scores."""
-    margins: Float32[Array, "*rounds seats depth"]
+    scores: Float32[Array, "*rounds seats depth"]
 
 
 def replay(
@@ -126,16 +126,14 @@ def _rounds(trace: Trace, stream: int, uses: Int32[np.ndarray, "rounds seats k"]
     addresses = trace.addresses[stream]
     flat = addresses[..., : trace.k].reshape(trace.num_rounds, -1)
     requests = np.broadcast_to(np.arange(trace.seats, dtype=np.int32)[:, None], addresses.shape)
-    margins = np.zeros((*addresses.shape[:2], ranks), np.float32)
+    scores = np.zeros((*addresses.shape[:2], 0), np.float32)
     if ranks:
         assert trace.scores is not None
-        scores, selected = trace.scores[stream], addresses[..., : trace.k] >= 0
-        lowest = np.min(scores[..., : trace.k], axis=-1, where=selected, initial=np.inf, keepdims=True)
-        margins = np.where(addresses[..., :ranks] >= 0, scores[..., :ranks] - lowest, -np.inf).astype(np.float32)
+        scores = trace.scores[stream, ..., :ranks]
     whose = np.where(flat >= 0, requests[..., : trace.k].reshape(flat.shape), EMPTY)
     # In numpy, and moved to the device a chunk at a time.
     arrays: tuple[Any, ...] = (
-        flat, whose, uses.reshape(flat.shape), trace.finished[stream], addresses[..., :ranks], margins,
+        flat, whose, uses.reshape(flat.shape), trace.finished[stream], addresses[..., :ranks], scores,
     )  # fmt: skip
     return Rounds(*arrays)
 
@@ -223,18 +221,9 @@ def _round(policy: Policy[Any], addresses: int, k: int, carry: Any, now: Rounds)
     held = jnp.where(gone, EMPTY, held)
 
     slots = pick(slot_of, now.needed)
-    ranking = None
-    if now.ranked.size:
-        seats, ranks = now.ranked.shape
-        who, rank = (jnp.arange(n, dtype=jnp.int32) for n in (seats, ranks))
-        ranking = Ranking(
-            slots=pick(slot_of, now.ranked.reshape(-1)),
-            addresses=now.ranked.reshape(-1),
-            requests=jnp.where(now.ranked >= 0, who[:, None], EMPTY).reshape(-1),
-            ranks=jnp.broadcast_to(rank, (seats, ranks)).reshape(-1),
-            margins=now.margins.reshape(-1),
-            k=k,
-        )
+    held_ranks = pick(slot_of, now.ranked.reshape(-1)).reshape(now.ranked.shape)
+    seats = jnp.arange(now.finished.size, dtype=jnp.int32)
+    ranking = Ranking.of(now.ranked, held_ranks, seats, margins(now.scores, now.ranked, k), k)
     needed = Touch(slots, now.needed, now.requests, now.next_use)
     targets, ahead, state = play(policy, state, needed, ranking, num_slots)
 

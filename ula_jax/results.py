@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 from rich.table import Table
 
 from ula_jax.replay import SCHEMA
+from ula_jax.report import replacing
 from ula_jax.traces.trace import Trace
 
 KEYED = SCHEMA.append(pa.field("key", pa.string())).append(pa.field("about", pa.string()))
@@ -28,7 +28,10 @@ class Store:
     """Finished rows of `ula_jax.replay` in one parquet file, by what produced them."""
 
     def __init__(self, path: Path, trace: Trace, warmup: int):
-        self.path, self._trace = path, f"{fingerprint(trace)} {warmup}"
+        code = hashlib.sha256()
+        for file in (*sorted(CODE.glob("policies/*.py")), CODE / "replay.py"):
+            code.update(file.read_bytes())
+        self.path, self._played = path, f"{fingerprint(trace)} {warmup} {code.hexdigest()}"
         self.rows = KEYED.empty_table()
         if path.is_file():
             try:
@@ -40,11 +43,10 @@ class Store:
 
     def key(self, policy: str) -> str:
         """Identifies trace, warm-up, policy and the code that plays it, files named in the policy among it."""
-        named = [Path(name) for name in re.findall(r"[^\s:=,]+\.py", policy)]
-        code = [*sorted(CODE.glob("policies/*.py")), CODE / "replay.py", *(file for file in named if file.is_file())]
-        digest = hashlib.sha256(f"{self._trace} {policy}".encode())
-        for file in code:
-            digest.update(file.read_bytes())
+        digest = hashlib.sha256(f"{self._played} {policy}".encode())
+        for file in map(Path, re.findall(r"[^\s:=,]+\.py", policy)):
+            if file.is_file():
+                digest.update(file.read_bytes())
         return digest.hexdigest()[:16]
 
     def missing(self, policy: str, sizes: Iterable[int]) -> list[int]:
@@ -58,10 +60,8 @@ class Store:
         for name, values in (("key", keys), ("about", made)):
             table = table.append_column(name, pa.array(values, pa.string()))
         self.rows = pa.concat_tables([self.rows, table])
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.path.with_suffix(".partial")
-        pq.write_table(self.rows, scratch, compression="zstd")
-        os.replace(scratch, self.path)
+        with replacing(self.path) as scratch:
+            pq.write_table(self.rows, scratch, compression="zstd")
 
     def table(self, policies: Sequence[str], sizes: Sequence[int]) -> pa.Table:
         """Rows of these policies and sizes."""

@@ -15,7 +15,7 @@ from ula_jax.parallel import Parallel
 from ula_jax.placements import make_placement
 from ula_jax.placements.base import Counters
 from ula_jax.policies import make_policy
-from ula_jax.policies.lru import LRUState
+from ula_jax.policies.books import Books
 from ula_jax.pool import Group, init
 from ula_jax.rows import RowFormat
 from ula_jax.spec import KVSpec
@@ -38,7 +38,7 @@ def sound(device=2, address=(0, 1, 2, 5, 6)):
 
 def used(*slots):
     """A policy state that counts these of four slots as used."""
-    return LRUState(jnp.full(4, -1, jnp.int32).at[ints(*slots)].set(1), jnp.int32(1))
+    return Books(jnp.full(4, -1, jnp.int32).at[ints(*slots)].set(1), jnp.int32(1))
 
 
 def check(*mappings, mode="dp", live=(LIVE,), placement="ula", policy=None):
@@ -93,7 +93,7 @@ def test_a_policy_that_disagrees_with_the_map_is_found(slots):
     check(sound(), policy=used(1, 2))
     with pytest.raises(verify.InvariantError, match="group 0, device 0, pool part 0: policy: free slots are"):
         check(sound(), policy=used(*slots))
-    absent = LRUState(used(1, 2).stamp.at[2].set(2**31 - 1), jnp.int32(1))
+    absent = Books(used(1, 2).stamp.at[2].set(2**31 - 1), jnp.int32(1))
     with pytest.raises(verify.InvariantError, match="evicted and not used"):
         check(sound(), policy=absent)
 

@@ -13,15 +13,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.pytree import pytree
 from pallas_kernels.sparse_mla import sparse_mla
-from ula_jax import mapping as maps
-from ula_jax.mapping import Mapping
 from ula_jax.parallel import Parallel
-from ula_jax.policies.base import Ranking
 from ula_jax.pool import Group
 from ula_jax.rows import RowFormat
 from ula_jax.spec import Budget, Capacity, KVSpec
 from ula_jax.striping import Striping
-from ula_jax.types import EMPTY, Array, Bool, Float32, Int32, Lanes, Scalar
+from ula_jax.types import Array, Bool, Float32, Int32, Lanes, Scalar
 
 
 @pytree()
@@ -40,20 +37,6 @@ class Selection:
     wants to see (`policies.base.depth`), none if it does not look at scores."""
     margins: Float32[Array, "batch depth"]
     """Index scores of `ranked` minus the lowest selected score."""
-
-    def ranking(self, ranked: Int32[Array, "batch depth"], mapping: Mapping) -> Ranking | None:
-        """What the policy is shown; `ranked` are the rows that this device owns. None if it does not look."""
-        if not ranked.size:
-            return None
-        requests = jnp.broadcast_to(self.requests[:, None], ranked.shape)
-        return Ranking(
-            slots=maps.device_slot(maps.locate(mapping, ranked)).reshape(-1),
-            addresses=ranked.reshape(-1),
-            requests=jnp.where(ranked >= 0, requests, EMPTY).reshape(-1),
-            ranks=jnp.broadcast_to(jnp.arange(ranked.shape[1], dtype=jnp.int32), ranked.shape).reshape(-1),
-            margins=self.margins.reshape(-1),
-            k=self.addresses.shape[-1],
-        )
 
 
 @pytree(meta=("in_place",))

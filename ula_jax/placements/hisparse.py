@@ -159,11 +159,8 @@ class HiSparse:
     ) -> Round:
         """One request's round; slots count within its buffer, negative where the row is not there."""
         hits = jnp.where((needed >= 0) & (slots >= 0), slots, EMPTY)
-        ranking = None
-        if ranked.size:
-            here = jnp.where((ranked >= 0) & (ranked_slots >= 0), ranked_slots, EMPTY)
-            ranks = jnp.arange(ranked.size, dtype=jnp.int32)
-            ranking = Ranking(here, ranked, jnp.zeros_like(ranked), ranks, margins, k)
+        here = jnp.where((ranked >= 0) & (ranked_slots >= 0), ranked_slots, EMPTY)
+        ranking = Ranking.of(ranked[None], here[None], jnp.zeros(1, jnp.int32), margins[None], k)
         return play(self.policy, state, Touch(hits, needed), ranking, buffer)
 
     def append(self, group: Group, layer: int, readable: Readable, rows: Lanes) -> Group:

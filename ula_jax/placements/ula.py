@@ -16,7 +16,7 @@ from ula_jax import pool
 from ula_jax.parallel import Parallel
 from ula_jax.placements.base import Attended, Counters, Query, Readable, Selection, attend_rows, check_room
 from ula_jax.policies import PBLRU
-from ula_jax.policies.base import Policy, Touch
+from ula_jax.policies.base import Policy, Ranking, Touch
 from ula_jax.policies.round import play
 from ula_jax.pool import Group
 from ula_jax.spec import Budget, Capacity, KVSpec
@@ -83,7 +83,9 @@ class Ula:
         hit = location >= 0
         missing = (needed >= 0) & ~hit
         touch = Touch(maps.device_slot(location), needed, self._requests(group, needed, chosen, selection))
-        ranking = selection.ranking(self.striping.local(selection.ranked, rank), group.mapping)
+        ranked = self.striping.local(selection.ranked, rank)
+        held = maps.device_slot(maps.locate(group.mapping, ranked))
+        ranking = Ranking.of(ranked, held, selection.requests, selection.margins, selection.addresses.shape[-1])
         targets, ahead, policy = play(self.policy, group.policy, touch, ranking, group.mapping.device_address.size)
 
         rows, target = needed, targets

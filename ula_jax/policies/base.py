@@ -10,8 +10,10 @@ All are pure and safe under jit, scan and vmap.
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import jax.numpy as jnp
+
 from pallas_kernels.pytree import pytree
-from ula_jax.types import Array, Float32, Int32, Scalar, Slots
+from ula_jax.types import EMPTY, Array, Float32, Int32, Scalar, Slots
 
 S = TypeVar("S")
 
@@ -54,6 +56,36 @@ class Ranking:
     """Indexer score minus the lowest selected score of the same request: comparable between requests."""
     k: int = 1
     """Rows that one request selects."""
+
+    @classmethod
+    def of(
+        cls,
+        ranked: Int32[Array, "requests depth"],
+        slots: Int32[Array, "requests depth"],
+        requests: Int32[Array, " requests"],
+        margins: Float32[Array, "requests depth"],
+        k: int,
+    ) -> "Ranking | None":
+        """From each request's rows by rank, EMPTY padded, and their slots; None if there are none to show."""
+        if not ranked.size:
+            return None
+        ranks = jnp.arange(ranked.shape[1], dtype=jnp.int32)
+        return cls(
+            slots=slots.reshape(-1),
+            addresses=ranked.reshape(-1),
+            requests=jnp.where(ranked >= 0, requests[:, None], EMPTY).reshape(-1),
+            ranks=jnp.broadcast_to(ranks, ranked.shape).reshape(-1),
+            margins=margins.reshape(-1),
+            k=k,
+        )
+
+
+def margins(
+    scores: Float32[Array, "requests depth"], ranked: Int32[Array, "requests depth"], k: int
+) -> Float32[Array, "requests depth"]:
+    """Scores by rank minus the request's lowest selected one (rank below `k`); -inf where `ranked` is EMPTY."""
+    lowest = jnp.min(scores[:, :k], axis=1, where=ranked[:, :k] >= 0, initial=jnp.inf, keepdims=True)
+    return jnp.where(ranked >= 0, scores - lowest, -jnp.inf)
 
 
 @runtime_checkable

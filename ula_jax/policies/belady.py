@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from ula_jax.policies.base import Touch
-from ula_jax.policies.books import Books, put
-from ula_jax.types import Array, Int32, Scalar, Slots
+from ula_jax.policies.books import Books, OnBooks, put
+from ula_jax.types import Array, Int32, Scalar
 
 
 class BeladyState(NamedTuple):
@@ -21,7 +20,7 @@ class BeladyState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Belady:
+class Belady(OnBooks):
     """The bound for all others; only a replay can run it."""
 
     def init(self, num_slots: int) -> BeladyState:
@@ -38,9 +37,3 @@ class Belady:
     def evict(self, state: BeladyState, count: Scalar, limit: int) -> tuple[Int32[Array, " limit"], BeladyState]:
         victims, books = state.books.evict(state.next_use.astype(jnp.float32), count, limit)
         return victims, state._replace(books=books)
-
-    def forget(self, state: BeladyState, slots: Slots) -> BeladyState:
-        return state._replace(books=state.books.forget(slots))
-
-    def audit(self, state: BeladyState, occupied: np.ndarray) -> None:
-        state.books.audit(occupied)

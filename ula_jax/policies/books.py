@@ -1,6 +1,6 @@
 """What most policies know of every slot: when it was last used, whether it is free, whether it was given up."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,17 @@ class Books(NamedTuple):
         stamp = np.asarray(self.stamp)
         assert np.array_equal(stamp == FREE, ~occupied), f"free slots are {np.flatnonzero(stamp == FREE)[:32].tolist()}"
         assert not np.any(stamp == ABSENT), "a slot was evicted and not used"
+
+
+class OnBooks:
+    """`forget` and `audit` of a policy whose state has `books`, and nothing else that a freed slot changes."""
+
+    def forget(self, state: Any, slots: Slots) -> Any:
+        return state._replace(books=state.books.forget(slots))
+
+    def audit(self, state: Any, occupied: np.ndarray) -> None:
+        """AssertionError as `Books.audit`."""
+        state.books.audit(occupied)
 
 
 def put(array: Array, at: Slots, value: Array | int | float) -> Array:

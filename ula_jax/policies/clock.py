@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from ula_jax.policies.base import Touch
-from ula_jax.policies.books import Books, first, put
-from ula_jax.types import Array, Bool, Int32, Scalar, Slots
+from ula_jax.policies.books import Books, OnBooks, first, put
+from ula_jax.types import Array, Bool, Int32, Scalar
 
 
 class ClockState(NamedTuple):
@@ -25,7 +24,7 @@ class ClockState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CLOCK:
+class CLOCK(OnBooks):
     """One mark a slot and one hand a pool."""
 
     def init(self, num_slots: int) -> ClockState:
@@ -38,12 +37,6 @@ class CLOCK:
     def evict(self, state: ClockState, count: Scalar, limit: int) -> tuple[Int32[Array, " limit"], ClockState]:
         _, victims, marked, hand = sweep(state.books.free, state.books.idle, state.marked, state.hand, count, limit)
         return victims, ClockState(state.books.remove(victims), marked, hand)
-
-    def forget(self, state: ClockState, slots: Slots) -> ClockState:
-        return state._replace(books=state.books.forget(slots))
-
-    def audit(self, state: ClockState, occupied: np.ndarray) -> None:
-        state.books.audit(occupied)
 
 
 class Swept(NamedTuple):

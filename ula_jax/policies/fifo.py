@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from ula_jax.policies.base import Touch
-from ula_jax.policies.books import Books, put
-from ula_jax.types import Array, Int32, Scalar, Slots
+from ula_jax.policies.books import Books, OnBooks, put
+from ula_jax.types import Array, Int32, Scalar
 
 
 class FIFOState(NamedTuple):
@@ -21,7 +20,7 @@ class FIFOState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FIFO:
+class FIFO(OnBooks):
     """Use protects a row in its round only."""
 
     def init(self, num_slots: int) -> FIFOState:
@@ -35,9 +34,3 @@ class FIFO:
         since = (state.books.round - state.arrived).astype(jnp.float32)
         victims, books = state.books.evict(since, count, limit)
         return victims, state._replace(books=books)
-
-    def forget(self, state: FIFOState, slots: Slots) -> FIFOState:
-        return state._replace(books=state.books.forget(slots))
-
-    def audit(self, state: FIFOState, occupied: np.ndarray) -> None:
-        state.books.audit(occupied)

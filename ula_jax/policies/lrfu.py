@@ -9,11 +9,10 @@ from math import log2
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from ula_jax.policies.base import Touch
-from ula_jax.policies.books import Books, put
-from ula_jax.types import Array, Float32, Int32, Scalar, Slots
+from ula_jax.policies.books import Books, OnBooks, put
+from ula_jax.types import Array, Float32, Int32, Scalar
 
 
 class LRFUState(NamedTuple):
@@ -23,7 +22,7 @@ class LRFUState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LRFU:
+class LRFU(OnBooks):
     """A use weighs `decay` to the power of the rounds since: near 0 it is LRU, at 1 it is LFU."""
 
     decay: float = 0.9
@@ -47,9 +46,3 @@ class LRFU:
         urgency = state.books.age * -log2(self.decay) - jnp.log2(jnp.maximum(state.weight, 1.0))
         victims, books = state.books.evict(urgency, count, limit)
         return victims, state._replace(books=books)
-
-    def forget(self, state: LRFUState, slots: Slots) -> LRFUState:
-        return state._replace(books=state.books.forget(slots))
-
-    def audit(self, state: LRFUState, occupied: np.ndarray) -> None:
-        state.books.audit(occupied)

@@ -8,8 +8,6 @@ from ula_jax.policies.base import Touch
 from ula_jax.policies.books import Books
 from ula_jax.types import Array, Int32, Scalar, Slots
 
-LRUState = Books
-
 
 @dataclass(frozen=True)
 class LRU:

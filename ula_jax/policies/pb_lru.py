@@ -9,8 +9,23 @@ from ula_jax.policies.base import Touch
 from ula_jax.types import Array, Int32, Scalar, Slots
 
 
+class OnBuckets:
+    """All but opening rounds, of a policy whose whole state is `pb_lru.Buckets`."""
+
+    implementation: str
+
+    def evict(self, state: pb_lru.Buckets, count: Scalar, limit: int) -> tuple[Int32[Array, " limit"], pb_lru.Buckets]:
+        return pb_lru.evict(state, count, limit, implementation=self.implementation)
+
+    def forget(self, state: pb_lru.Buckets, slots: Slots) -> pb_lru.Buckets:
+        return pb_lru.forget(state, slots)
+
+    def audit(self, state: pb_lru.Buckets, occupied: np.ndarray) -> None:
+        pb_lru.audit(state, occupied)
+
+
 @dataclass(frozen=True)
-class PBLRU:
+class PBLRU(OnBuckets):
     """Exact LRU over the last `rounds` rounds; older slots go in the order in which a moving hand meets them.
 
     Equal to exact LRU, up to the order of slots last used in the same round, as long as the union of the last
@@ -32,12 +47,3 @@ class PBLRU:
 
     def touch(self, state: pb_lru.Buckets, touch: Touch) -> pb_lru.Buckets:
         return pb_lru.touch(state if touch.inserted else pb_lru.rotate(state), touch.slots)
-
-    def evict(self, state: pb_lru.Buckets, count: Scalar, limit: int) -> tuple[Int32[Array, " limit"], pb_lru.Buckets]:
-        return pb_lru.evict(state, count, limit, implementation=self.implementation)
-
-    def forget(self, state: pb_lru.Buckets, slots: Slots) -> pb_lru.Buckets:
-        return pb_lru.forget(state, slots)
-
-    def audit(self, state: pb_lru.Buckets, occupied: np.ndarray) -> None:
-        pb_lru.audit(state, occupied)

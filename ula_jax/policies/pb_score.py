@@ -6,19 +6,18 @@ Within a class the score is not looked at: victims go from the lowest slot on, i
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import pb_lru
 from ula_jax.policies.base import Ranking, Touch
 from ula_jax.policies.books import put
-from ula_jax.types import Array, Int32, Scalar, Slots
+from ula_jax.policies.pb_lru import OnBuckets
 
 EDGES = (1.1, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 """Rank, in units of k, at which the next colder class begins. Below the last edge, or unranked, is cold."""
 
 
 @dataclass(frozen=True)
-class PBScore:
+class PBScore(OnBuckets):
     """Every row that was not used in this round is classed anew from its rank in this round's scores.
 
     Rows used in a round are in a class of their own, and in the hottest of the others as of the next round.
@@ -44,12 +43,3 @@ class PBScore:
         found = jnp.where(found == len(EDGES), state.cold, found)
         every = put(jnp.full(state.label.shape[0], state.cold, jnp.int32), ranking.slots, found)
         return pb_lru.assign(state, every)
-
-    def evict(self, state: pb_lru.Buckets, count: Scalar, limit: int) -> tuple[Int32[Array, " limit"], pb_lru.Buckets]:
-        return pb_lru.evict(state, count, limit, implementation=self.implementation)
-
-    def forget(self, state: pb_lru.Buckets, slots: Slots) -> pb_lru.Buckets:
-        return pb_lru.forget(state, slots)
-
-    def audit(self, state: pb_lru.Buckets, occupied: np.ndarray) -> None:
-        pb_lru.audit(state, occupied)

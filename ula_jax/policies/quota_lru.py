@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ula_jax.policies.base import Touch
-from ula_jax.policies.books import Books, put
-from ula_jax.types import Array, Bool, Int32, Scalar, Slots
+from ula_jax.policies.books import Books, OnBooks, put
+from ula_jax.types import Array, Bool, Int32, Scalar
 
 
 class QuotaState(NamedTuple):
@@ -30,7 +29,7 @@ class QuotaState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QuotaLRU:
+class QuotaLRU(OnBooks):
     """Ties of age, and of requests, go to the lowest slot. One sort a round."""
 
     def init(self, num_slots: int) -> QuotaState:
@@ -67,9 +66,3 @@ class QuotaLRU:
 
         victims, books = books.evict((over[owner] - place).astype(jnp.float32), count, limit)
         return victims, state._replace(books=books)
-
-    def forget(self, state: QuotaState, slots: Slots) -> QuotaState:
-        return state._replace(books=state.books.forget(slots))
-
-    def audit(self, state: QuotaState, occupied: np.ndarray) -> None:
-        state.books.audit(occupied)

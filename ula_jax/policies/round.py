@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ula_jax.policies.base import Policy, Ranking, Touch, prefetch
+from ula_jax.policies.books import pick, put
 from ula_jax.types import EMPTY, Array, Bool, Int32, Scalar, Slots
 
 
@@ -42,7 +43,7 @@ def play(policy: Policy, state: Any, needed: Touch, ranking: Ranking | None, num
     ahead = ahead & ~jnp.isin(ranking.addresses, needed.addresses, method="binary_search")
     # Those already here count as used, so that they are not given up for their like; except where a needed row has
     # just taken the slot.
-    taken = jnp.zeros(num_slots, bool).at[targets].set(True, mode="drop", wrap_negative_indices=False)
+    taken = put(jnp.zeros(num_slots, bool), targets, True)
     here = ahead & (ranking.slots >= 0) & ~taken[jnp.maximum(ranking.slots, 0)]
     once_more = Touch(jnp.where(here, ranking.slots, EMPTY), ranking.addresses, ranking.requests, inserted=True)
     state = policy.touch(state, once_more)
@@ -55,7 +56,7 @@ def _place(policy: Policy, state: Any, wanted: Bool[Array, " n"], num_slots: int
     limit = min(wanted.size, num_slots)
     given, state = victims(policy, state, jnp.minimum(jnp.sum(wanted, dtype=jnp.int32), limit), limit)
     place = jnp.where(wanted, jnp.cumsum(wanted) - 1, EMPTY)
-    return given.at[place].get(mode="fill", fill_value=EMPTY, wrap_negative_indices=False), state
+    return pick(given, place.astype(jnp.int32)), state
 
 
 def victims(policy: Policy, state: Any, count: Scalar, limit: int) -> tuple[Slots, Any]:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from ula_jax.policies.base import Ranking, Touch
-from ula_jax.policies.books import Books, put
-from ula_jax.types import Array, Float32, Int32, Scalar, Slots
+from ula_jax.policies.books import Books, OnBooks, put
+from ula_jax.types import Array, Float32, Int32, Scalar
 
 UNRANKED = -jnp.inf
 
@@ -23,7 +22,7 @@ class ScoreState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScoreNow:
+class ScoreNow(OnBooks):
     """Ties of margins go to the lowest slot. Without any ranking it is LRU."""
 
     depth: float = 4.0
@@ -44,9 +43,3 @@ class ScoreNow:
         urgency = jnp.where(state.margin == UNRANKED, (state.books.age + 1) * 2.0**100, ranked)
         victims, books = state.books.evict(urgency, count, limit)
         return victims, state._replace(books=books)
-
-    def forget(self, state: ScoreState, slots: Slots) -> ScoreState:
-        return state._replace(books=state.books.forget(slots))
-
-    def audit(self, state: ScoreState, occupied: np.ndarray) -> None:
-        state.books.audit(occupied)

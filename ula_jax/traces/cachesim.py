@@ -12,7 +12,6 @@ Written are selections alone: a record for each row that is selected, round afte
 all records are one request's that never finishes: one stream, one seat, no scores.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -22,6 +21,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 from jaxtyping import Int32, Int64, Shaped
 
+from ula_jax.report import replacing
 from ula_jax.traces.parquet import check_file, fail
 from ula_jax.traces.statistics import consecutive, row_numbers
 from ula_jax.traces.trace import Trace
@@ -194,15 +194,12 @@ def _bad_line(path: Path, data: bytes, columns: int, wrong: Exception) -> NoRetu
 
 
 def _write(path: Path, write: Callable[[Any], Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".partial")
-    with pa.OSFile(str(scratch), "wb") as file:
+    with replacing(path) as scratch, pa.OSFile(str(scratch), "wb") as file:
         if path.suffix == ".zst":
             with pa.CompressedOutputStream(file, "zstd") as packed:
                 write(packed)
         else:
             write(file)
-    os.replace(scratch, path)
 
 
 def _read(path: Path, what: str) -> bytes:

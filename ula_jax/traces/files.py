@@ -27,7 +27,6 @@ def save(trace: Trace, path: Path, stream: int | None = None) -> None:
     Foreign formats hold one stream and no scores; ValueError unless `stream` says which of several.
     """
     kind = _kind(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     if kind == ".parquet":
         return parquet.write_trace(trace, path)
     count = len(trace.positions)

@@ -20,7 +20,6 @@ round (then number) each takes the lowest free seat, and leaves it in the round 
 
 import heapq
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -30,6 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Int32, Int64
 
+from ula_jax.report import replacing
 from ula_jax.traces.trace import Trace
 from ula_jax.types import EMPTY
 
@@ -80,17 +80,15 @@ def write_trace(trace: Trace, path: Path) -> None:
     }  # fmt: skip
     schema = SCHEMA.with_metadata({key: json.dumps(value, default=str) for key, value in about.items()})
     table = pa.Table.from_arrays([pa.array(column) for column in columns], schema=schema)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".partial")
-    pq.write_table(
-        table,
-        scratch,
-        compression="zstd",
-        use_dictionary=_RUNS,  # pyright: ignore[reportArgumentType]
-        column_encoding=_ENCODINGS,
-        write_page_checksum=True,
-    )
-    os.replace(scratch, path)
+    with replacing(path) as scratch:
+        pq.write_table(
+            table,
+            scratch,
+            compression="zstd",
+            use_dictionary=_RUNS,  # pyright: ignore[reportArgumentType]
+            column_encoding=_ENCODINGS,
+            write_page_checksum=True,
+        )
 
 
 def read_trace(path: Path) -> Trace:
