@@ -26,6 +26,11 @@ def platform() -> str:
     return _assumed.get() or jax.default_backend()
 
 
+def assuming() -> bool:
+    """Whether programs are traced for a platform that need not be here (`assume_platform`)."""
+    return _assumed.get() is not None
+
+
 @contextmanager
 def assume_platform(name: str) -> Iterator[None]:
     """Trace for another platform than this machine's, as when lowering for CUDA on a machine without a GPU.

@@ -7,6 +7,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # and the order of sums are the same without it. `.ci/run` sets XLA_FLAGS and so tests with it too, on the newest JAX.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
 os.environ.setdefault("PJRT_NPROC", "32")  # JAX 0.10.2 deadlocks with eight devices on two cores without it
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before kernels are imported
 
 
 def pytest_collection_modifyitems(config, items):

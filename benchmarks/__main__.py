@@ -1,0 +1,107 @@
+"""Check every kernel on this machine against its reference, on fresh random inputs, and time it against everything else.
+
+Prints a table and writes JSON: microseconds, speed-up over the base form, percent of what the card could do at best (the
+floor: bytes or operations over rates measured in this run), and whether the bar is met.
+"""
+
+import importlib
+import pkgutil
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.table import Table
+
+import benchmarks
+from benchmarks import card
+from benchmarks.timing import first_result, per_call
+from ula_jax.report import environment, print_table, report, stderr
+
+PARTS = {"case", "card", "timing", "__main__"}
+
+
+@dataclass(frozen=True)
+class Config:
+    only: tuple[str, ...] = ()
+    """Modules of this package to run, all of them if none is named."""
+    forms: tuple[str, ...] = ()
+    """Forms to time, all of them if none is named. The base form is always among them."""
+    repeats: int = 9
+    seed: int = 0
+    small: bool = False
+    """Shapes for a CPU: everything is checked, and nothing is worth timing."""
+    out: Path = Path("results")
+
+
+def modules() -> list[str]:
+    """The benchmarks: one module a kernel, with a function `cases(rng, small)` that yields them."""
+    return sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in PARTS)
+
+
+def run(config: Config) -> dict[str, Any]:
+    """One row for each case and form."""
+    if unknown := set(config.only) - set(modules()):
+        raise ValueError(f"only: expected some of {modules()}, found {sorted(unknown)}; correct the names")
+    rates = card.measure(*((8, 128) if config.small else (2048, 8192)))
+    rows: list[dict[str, Any]] = []
+    for name in config.only or modules():
+        module = importlib.import_module(f"benchmarks.{name}")
+        for case in module.cases(np.random.default_rng(config.seed), config.small):
+            stderr.log(f"{case.kernel} {case.shape}")
+            rows += _measure(case, rates, config)
+    return {"rates": asdict(rates), "rows": rows, **environment()}
+
+
+def _measure(case: Any, rates: card.Rates, config: Config) -> list[dict[str, Any]]:
+    floor = rates.floor(case.device_bytes, case.link_bytes, case.flops)
+    rows: list[dict[str, Any]] = []
+    base = None
+    names = [case.base, *(f for f in case.forms if f != case.base and (not config.forms or f in config.forms))]
+    for form in [*(n for n in names if n in case.forms), *(case.outside or {})]:
+        row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, "form": form, "bar": case.bar}
+        try:
+            if form in case.forms:
+                wrong = case.check(form, first_result(case, form), case.calls[0]) if case.check else "not checked"
+                us, spread = per_call(case, form, config.repeats)
+            else:
+                wrong, us, spread = None, (case.outside or {})[form](), 0.0
+            base = us if form == case.base else base
+            row |= {"us": us, "spread": spread, "speedup": base and base / us, "of_floor": floor / us, "wrong": wrong}
+        except Exception as error:  # a form that fails is a result, and the others still run
+            stderr.log(traceback.format_exc(limit=-4))
+            row |= {"wrong": f"{type(error).__name__}: {str(error)[:300]}"}
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    config = tyro.cli(Config, description=__doc__)
+    result = run(config)
+    table = Table(
+        "kernel", "shape", "form", "us", "+-", "speed-up", "of floor", "bar", "wrong",
+        title=result["devices"], title_justify="left",
+    )
+    for row in result["rows"]:
+        met = row["bar"] and row.get("us") and ("met" if row["us"] <= row["bar"] else "missed")
+        table.add_row(
+            row["kernel"],
+            row["shape"],
+            row["form"],
+            *(f"{row[k]:.1f}" if row.get(k) is not None else "" for k in ("us", "spread")),
+            f"{row['speedup']:.2f}" if row.get("speedup") else "",
+            f"{row['of_floor']:.0%}" if row.get("of_floor") else "",
+            f"{row['bar']:.0f} {met}" if row["bar"] else "",
+            row["wrong"] or "",
+        )
+    print_table(table)
+    report(result, config.out, "benchmarks")
+    if any(row["wrong"] for row in result["rows"]):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

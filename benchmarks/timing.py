@@ -1,0 +1,54 @@
+"""How the benchmarks time: many distinct calls in one compiled program, medians, everything compared in one run."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from benchmarks.case import Case
+
+
+def per_call(case: Case, form: str, repeats: int = 9) -> tuple[float, float]:
+    """Microseconds of one call: (median, spread between the quartiles).
+
+    The calls run back to back in one program, so that a call's dispatch, about 30 us, is paid once for all of them.
+    """
+    function = case.forms[form]
+    if case.state is None:
+        program = jax.jit(lambda calls: [function(*call) for call in calls])
+        once: Callable[[], Any] = lambda: program(list(case.calls))  # noqa: E731
+    else:
+        program = jax.jit(lambda state, calls: _chain(function, state, calls), donate_argnums=0)
+        held = [case.state()]
+
+        def once() -> Any:
+            held[0], results = program(held[0], list(case.calls))
+            return results
+
+    for _ in range(2):
+        jax.block_until_ready(once())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(once())
+        times.append((time.perf_counter() - start) / len(case.calls) * 1e6)
+    quarters = statistics.quantiles(times, n=4)
+    return statistics.median(times), quarters[2] - quarters[0]
+
+
+def first_result(case: Case, form: str) -> Any:
+    """What the form returns for its first call, from a fresh state."""
+    function, call = case.forms[form], case.calls[0]
+    if case.state is None:
+        return jax.jit(function)(*call)
+    return jax.jit(function, donate_argnums=0)(case.state(), *call)
+
+
+def _chain(function: Callable[..., Any], state: Any, calls: Sequence[tuple[Any, ...]]) -> tuple[Any, list[Any]]:
+    results = []
+    for call in calls:
+        state, result = function(state, *call)
+        results.append(result)
+    return state, results
