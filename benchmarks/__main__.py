@@ -1,7 +1,7 @@
-"""Check every kernel on this machine against its reference, on fresh random inputs, and time it against everything else.
+"""Check every kernel on this machine against its reference, on fresh random inputs, and time all its forms in one run.
 
-Prints a table and writes JSON: microseconds, speed-up over the base form, percent of what the card could do at best (the
-floor: bytes or operations over rates measured in this run), and whether the bar is met.
+Prints a table and writes JSON: microseconds, speed-up over the base form, percent of what the card could do at best
+(the floor: bytes or operations over rates measured in this run), and whether the bar is met.
 """
 
 import importlib

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ula_jax import memory
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -34,16 +36,13 @@ def measure(megabytes: int = 2048, side: int = 8192) -> Rates:
     rng = np.random.default_rng(0)
     words = jnp.asarray(rng.integers(0, 2**32, (megabytes << 20) // 4, dtype=np.uint32))
     copy = _seconds(jax.jit(lambda x: x + jnp.uint32(1)), words)
-    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    pinned = jax.device_put(words, host)
-    up = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device))
-    down = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Host), out_shardings=host)
+    pinned = memory.to_host(words)
     a, b = (jnp.asarray(rng.standard_normal((side, side)), jnp.bfloat16) for _ in range(2))
     product = _seconds(jax.jit(jnp.matmul), a, b)
     return Rates(
         copy=2 * words.nbytes / copy,
-        to_device=words.nbytes / _seconds(up, pinned),
-        to_host=words.nbytes / _seconds(down, words),
+        to_device=words.nbytes / _seconds(jax.jit(memory.to_device), pinned),
+        to_host=words.nbytes / _seconds(jax.jit(memory.to_host), words),
         matmul=2 * side**3 / product,
     )
 

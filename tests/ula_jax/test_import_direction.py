@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ORDER = ("pallas_kernels", "ula_jax", "models", "experiments")
+ORDER = ("pallas_kernels", "ula_jax", "models", "benchmarks", "experiments")
 """Each imports from itself and from those before it; nothing imports tests."""
 FILES = sorted(path.relative_to(ROOT) for package in ORDER for path in (ROOT / package).rglob("*.py"))
 MEMORY = Path("ula_jax/memory.py")
