@@ -19,6 +19,7 @@ from models import TINY, Decoder, ModelConfig, load_checkpoint
 from ula_jax.engine import Engine, EngineConfig
 from ula_jax.parallel import Mode, Parallel, force_cpu_devices, make_mesh
 from ula_jax.placements import make_placement
+from ula_jax.placements.base import fitting
 from ula_jax.policies import make_policy
 from ula_jax.report import UserError, environment, or_exit, print_table, progress_bar, report
 from ula_jax.rows import FormatName
@@ -101,8 +102,8 @@ def run(config: Config) -> dict[str, Any]:
         row.capacity_requests, row.capacity_tokens = size.requests(context), size.tokens
         if not row.capacity_requests:
             raise UserError(
-                f"{row.placement} {row.mode}: expected room for one request of {context} tokens, found {size.tokens} "
-                "tokens in all; raise the budget or shorten --prompt"
+                f"{row.placement} {row.mode}: expected room for one request of {context} tokens, found room for one of "
+                f"{size.longest}; raise the budget or shorten --prompt"
             )
     held = {mode: max((r.capacity_requests for r in rows if r.mode == mode), default=0) for mode in config.modes}
     count = config.requests or max(held.values()) + 1
@@ -157,7 +158,7 @@ def placement(row: Row, config: Config):
 
 
 def capacity(row: Row, spec: KVSpec, config: Config) -> Capacity:
-    return placement(row, config).capacity(spec, Budget(row.budget_device, row.budget_host))
+    return fitting(placement(row, config), spec, Budget(row.budget_device, row.budget_host))
 
 
 def decode(row: Row, config: Config, model: Decoder, spec: KVSpec, prompts, max_requests: int, advance) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.pallas import mosaic_gpu
@@ -19,6 +19,28 @@ LOG = logging.getLogger("ula_jax")
 
 _assumed: ContextVar[str | None] = ContextVar("assumed_platform", default=None)
 _announced: set[tuple[str, str, str]] = set()
+_heard: ContextVar["list[Choice] | None"] = ContextVar("choices_heard", default=None)
+
+
+class Choice(NamedTuple):
+    """What `choose` decided for one call of a kernel."""
+
+    kernel: str
+    form: str | None
+    """None: it raised, as no form (or not the one named) can run."""
+    others: dict[str, str]
+    """Why each other form was not taken."""
+
+
+@contextmanager
+def explaining() -> Iterator[list[Choice]]:
+    """The choices made within, in order. What JAX has traced before with the same shapes may not be made again."""
+    choices: list[Choice] = []
+    token = _heard.set(choices)
+    try:
+        yield choices
+    finally:
+        _heard.reset(token)
 
 
 def platform() -> str:
@@ -58,6 +80,20 @@ def choose(
     `forms` maps each form to None, or to the reason why it cannot run here; `prefer` orders the forms that
     `auto` may take. Raises ValueError for an unknown name, NotImplementedError for a form that cannot run.
     """
+    heard = _heard.get()
+    try:
+        form = _choose(kernel, implementation, forms, prefer)
+    except NotImplementedError:
+        if heard is not None:
+            heard.append(Choice(kernel, None, {name: why or "it can run" for name, why in forms.items()}))
+        raise
+    if heard is not None:
+        can = "it can run, but was not named" if implementation != "auto" else f"it can run, but `auto` takes {form!r}"
+        heard.append(Choice(kernel, form, {name: why or can for name, why in forms.items() if name != form}))
+    return form
+
+
+def _choose(kernel: str, implementation: str, forms: Mapping[str, str | None], prefer: Sequence[str]) -> str:
     if implementation != "auto":
         if implementation not in forms:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The command `ula`: replay traces against policies, draw miss-ratio curves, make and inspect traces."""
+"""The command `ula`: replay traces against policies, draw miss-ratio curves, make traces, examine the machine."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ import pyarrow as pa
 import tyro
 from rich.table import Table
 
-from ula_jax import results
+from ula_jax import doctor, results
 from ula_jax.policies import POLICIES, make_policy
 from ula_jax.policies.base import NEVER, depth
 from ula_jax.replay import check_sizes, replay
@@ -53,6 +53,13 @@ class Mrc:
 @dataclass(frozen=True)
 class Policies:
     """List the replacement policies and their parameters."""
+
+    out: Path = Path("results")
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what this machine offers, which form of each kernel runs on it, and why no other."""
 
     out: Path = Path("results")
 
@@ -117,6 +124,12 @@ def run_policies(config: Policies) -> dict[str, Any]:
         rows.append({"policy": name, "parameters": parameters, "about": what})
     print_table(table)
     return {"rows": rows}
+
+
+def run_doctor(config: Doctor) -> dict[str, Any]:
+    found = doctor.examine()
+    doctor.show(found)
+    return found
 
 
 def run_synthetic(config: Synthetic) -> dict[str, Any]:
@@ -209,12 +222,14 @@ Command = (
     | Annotated[Mrc, tyro.conf.subcommand("mrc")]
     | Annotated[TraceTools, tyro.conf.subcommand("trace")]
     | Annotated[Policies, tyro.conf.subcommand("policies")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
 RUN: dict[type, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     Replay: ("replay", run_replay),
     Mrc: ("mrc", run_mrc),
     Policies: ("policies", run_policies),
+    Doctor: ("doctor", run_doctor),
     Synthetic: ("trace", run_synthetic),
     Stats: ("trace", run_stats),
     Convert: ("trace", run_convert),
@@ -226,7 +241,10 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(command, TraceTools):
         command = command.command
     name, run = RUN[type(command)]
-    report(or_exit(run, command, OSError, pa.ArrowException), command.out, name)
+    result = or_exit(run, command, OSError, pa.ArrowException)
+    report(result, command.out, name)
+    if problems := result.get("problems"):
+        sys.exit("\n".join(f"error: {problem}" for problem in problems))
 
 
 if __name__ == "__main__":

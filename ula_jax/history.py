@@ -14,6 +14,7 @@ import numpy as np
 from pallas_kernels.pytree import pytree
 from pallas_kernels.topk import top_k
 from ula_jax import index_keys
+from ula_jax.index_keys import Keys
 from ula_jax.placements.base import Counters, Placement, Query, Readable, Selection
 from ula_jax.policies.base import depth, margins
 from ula_jax.spec import KVSpec
@@ -26,7 +27,7 @@ class KVState:
     """All stored history: a placement's state and the index keys of each layer group."""
 
     groups: tuple[Any, ...]
-    index_keys: tuple[Array, ...]
+    index_keys: tuple[Keys, ...]
 
 
 @pytree()
@@ -42,6 +43,9 @@ class Batch:
     page_table: Int32[Array | np.ndarray, "*ranks batch pages"]
     requests: Int32[Array | np.ndarray, "*ranks batch"]
     """Number of each request within its rank, EMPTY for padding."""
+    driven: Int32[Array | np.ndarray, "*ranks groups batch steps topk"] | None = None
+    """Positions to read instead of those that the indexers pick, none twice, EMPTY padded: a replayed trace. The
+    indexers do their work all the same."""
 
     @property
     def valid(self) -> Bool[Array, "batch steps"]:
@@ -65,6 +69,8 @@ class History:
         self.counters: dict[int, Counters] = {}
         self.selected: dict[int, Array] = {}
         """Selected positions [batch, steps, topk] of each group, EMPTY padded."""
+        self.overruled: dict[int, Array] = {}
+        """Sum of the positions that the indexer of each driven group picked: what keeps its work from being dropped."""
         self.ranked: dict[int, tuple[Array, Array]] = {}
         """Positions and scores [batch, depth] by rank at each row's last token, EMPTY padded."""
         looks = depth(getattr(placement, "policy", None))
@@ -86,20 +92,26 @@ class History:
     ) -> None:
         """Store the tokens' index keys, score every position, and make the best `topk` readable for this group."""
         striping, table = self.placement.striping, self._table
-        keys = index_keys.append(self.index_keys[group], self._new, key, striping, self._rank)
+        fmt = self.spec.index_key
+        keys = index_keys.append(fmt, self.index_keys[group], self._new, key, striping, self._rank)
         self.index_keys[group] = keys
-        scores = index_keys.scores(
-            keys, table, self.spec.page_size, query, weights, striping, self.placement.parallel
-        )
+        lengths = jnp.where(self.batch.valid, self.batch.positions + 1, 0)
         # Position is checked before and after: below topk tokens, top-k must pick from the future.
-        visible = self._visible(jnp.arange(scores.shape[-1]))
-        scores = jnp.where(visible, scores, -jnp.inf)
+        with jax.named_scope("index_scores"):
+            scores = index_keys.scores(
+                keys, table, self.spec.page_size, query, weights, lengths, striping, self.placement.parallel
+            )
         k, length = min(self.spec.topk, scores.shape[-1]), scores.shape[-1]
-        picks = top_k(scores, min(max(k, self._ranks), length))
+        with jax.named_scope("top_k"):
+            picks = top_k(scores, min(max(k, self._ranks), length))
         if self._ranks:
             self.ranked[group] = self._at_last_token(picks[..., : self._ranks], scores)
         picks = picks[..., :k]
-        self._resolve(group, jnp.where(picks <= self.batch.positions[..., None], picks, EMPTY))
+        picks = jnp.where(picks <= self.batch.positions[..., None], picks, EMPTY)
+        if self.batch.driven is not None:
+            picks, driven = jax.lax.optimization_barrier((picks, jnp.asarray(self.batch.driven)[group]))
+            self.overruled[group], picks = jnp.sum(picks), driven
+        self._resolve(group, picks)
 
     def select_all(self, group: int) -> None:
         """Make every earlier position readable: dense attention."""
@@ -117,15 +129,18 @@ class History:
         group, place = self._place[layer]
         readable, fmt = self._readable[group], self.spec.row
         rows = fmt.pack(row.reshape(-1, row.shape[-1]))
-        state = self.placement.append(self.groups[group], place, readable, rows)
+        with jax.named_scope("append"):
+            state = self.placement.append(self.groups[group], place, readable, rows)
         self.groups[group] = state
-        return self.placement.attend(state, place, readable, Query(query, scale, fmt)).output
+        with jax.named_scope("attend"):
+            return self.placement.attend(state, place, readable, Query(query, scale, fmt)).output
 
     def finish(self) -> tuple[KVState, Int32[Array, "groups counters"]]:
         """The state after the step, and what each group did."""
         counters = jnp.stack([jnp.stack(self.counters[g]) for g in sorted(self.counters)])
         return KVState(tuple(self.groups), tuple(self.index_keys)), counters
 
+    @jax.named_scope("resolve")
     def _resolve(self, group: int, positions: Int32[Array, "batch steps topk"]) -> None:
         """Positions go in ascending order: the order in which attention sums is then part of no placement."""
         positions = jnp.where(self.batch.valid[..., None], positions, EMPTY)

@@ -1,7 +1,8 @@
 """Address <-> location for the rows of one layer group on one device.
 
 A location is a device slot (>= 0), the bitwise-not of a host slot (< 0), or NOWHERE. Every function is pure; EMPTY in
-an index list is dropped. Free host slots are a stack; free device slots are the policy's business.
+an index list is dropped. Free host slots are a stack; free device slots are the policy's business. A step's look-ups go
+through the kernels of `pallas_kernels.resolve`; what happens between steps or in a few rows is written out here.
 """
 
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import resolve
 from pallas_kernels.pytree import pytree
 from ula_jax.types import EMPTY, NOWHERE, Addresses, Array, Bool, Int32, Scalar, Slots
 
@@ -24,6 +26,13 @@ class Mapping:
     host_free: Int32[Array, " host_slots"]
     """The first `host_free_count` entries are the free host slots."""
     host_free_count: Scalar
+
+    @property
+    def tables(self) -> resolve.Tables:
+        """The same for kernels."""
+        return resolve.Tables(
+            self.location, self.device_address, self.host_address, self.host_free, self.host_free_count
+        )
 
 
 def init(addresses: int, device_slots: int, host_slots: int) -> Mapping:
@@ -65,6 +74,30 @@ def device_slot(locations: Addresses) -> Addresses:
 def host_slot(locations: Addresses) -> Addresses:
     """Host slot of each location, EMPTY where it is none."""
     return jnp.where((locations < 0) & (locations != NOWHERE), ~locations, EMPTY)
+
+
+def find(mapping: Mapping, selected: Addresses, new: Slots) -> resolve.Found:
+    """What a step needs: `pallas_kernels.resolve.find`."""
+    return resolve.find(mapping.tables, selected.reshape(-1), new)
+
+
+def move(
+    mapping: Mapping,
+    arriving: Addresses,
+    source: Slots,
+    given: Slots,
+    counts: Int32[Array, " counts"],
+    copies: bool = False,
+) -> tuple[resolve.Moves, Mapping, Int32[Array, " counts"]]:
+    """The map with the arriving addresses in the slots given: `pallas_kernels.resolve.move`."""
+    moves, tables, counts = resolve.move(mapping.tables, arriving, source, given, counts, copies=copies)
+    return moves, Mapping(*tables), counts
+
+
+def slots_of(mapping: Mapping, selected: Addresses, new: Slots) -> tuple[Addresses, Slots]:
+    """Device slots of selected and of new addresses, EMPTY where the row is elsewhere."""
+    found, places = resolve.slots_of(mapping.location, selected.reshape(-1), new)
+    return found.reshape(selected.shape), places
 
 
 def put_on_device(mapping: Mapping, addresses: Slots, slots: Slots) -> Mapping:
@@ -137,4 +170,3 @@ def distinct(addresses: Slots, limit: int) -> Int32[Array, " limit"]:
     first = (ordered != jnp.concatenate([jnp.full(1, EMPTY, jnp.int32), ordered[:-1]])) & (ordered != last)
     place = jnp.where(first, jnp.cumsum(first) - 1, EMPTY)
     return store(jnp.full(limit, EMPTY, jnp.int32), place, ordered)
-

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -41,13 +41,25 @@ class Parallel:
 
 def make_mesh(devices: int) -> Mesh:
     """A one-axis mesh `kv` over the first `devices` devices."""
-    found = jax.devices()
+    found = visible_devices()
     if devices < 1 or devices > len(found):
         raise ValueError(
             f"devices: expected 1 to {len(found)} (what JAX sees), found {devices}; on a CPU set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={max(devices, 1)} before Python starts"
         )
     return Mesh(np.asarray(found[:devices]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def visible_devices() -> list[Any]:
+    """What JAX sees. ValueError if that is nothing."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as wrong:  # JAX 0.10 asserts where it has no plugin for the platform
+        asked, reason = os.environ.get("JAX_PLATFORMS", ""), str(wrong) or "JAX has no plugin for it"
+        raise ValueError(
+            f"devices: expected one of JAX_PLATFORMS={asked!r}, found none ({reason}); install jax[cuda12] or "
+            "jax[cuda13] on a machine with a GPU, or set JAX_PLATFORMS=cpu"
+        ) from wrong
 
 
 def force_cpu_devices(devices: int) -> None:

@@ -1,5 +1,6 @@
 """The compiled step: one jitted function over the mesh, its state donated."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ula_jax import memory
 from ula_jax.history import Batch, History, KVState
 from ula_jax.parallel import AXIS
-from ula_jax.placements.base import Placement
+from ula_jax.placements.base import Placement, fitting
 from ula_jax.sampling import Sampling, sample
 from ula_jax.spec import Budget, KVSpec
 from ula_jax.types import Array
@@ -42,6 +43,8 @@ class StepOutput(NamedTuple):
     ranked: tuple[tuple[Array, Array], ...]
     """When capturing: positions and index scores [ranks, batch, depth] of each group, by rank at each row's last
     token, EMPTY padded."""
+    overruled: tuple[Array, ...] = ()
+    """When selections are driven: int32 [ranks] of each group, a sum over the picks that they replaced."""
 
 
 class Runner:
@@ -72,7 +75,7 @@ class Runner:
                 "load it with the placement's Parallel"
             )
         self.placement, self.spec, self.mesh, self.trace = placement, spec, mesh, trace
-        self.capacity = placement.capacity(spec, budget)
+        self.capacity = fitting(placement, spec, budget)
         self.ranks = self.capacity.ranks
         graph, self.params = nnx.split(model)
         by_rank = P() if parallel.tp else P(AXIS)
@@ -81,7 +84,7 @@ class Runner:
         def init() -> KVState:
             size = self.capacity.addresses // self.capacity.stripe
             groups = placement.init(spec, budget)
-            keys = [jnp.zeros((size, spec.index_dim), spec.index_dtype) for _ in groups if spec.index_dim]
+            keys = [spec.index_key.init(size) for _ in groups if spec.index_dim]
             return _expand(KVState(groups, tuple(keys)))
 
         make = over(init, in_specs=(), out_specs=P(AXIS))
@@ -103,7 +106,8 @@ class Runner:
             state, counters = history.finish()
             selected = tuple(history.selected[g] for g in sorted(history.selected)) if trace else ()
             ranked = tuple(history.ranked[g] for g in sorted(history.ranked)) if capture else ()
-            return _expand((tokens, every, selected, ranked)), counters[None], _expand(state)
+            overruled = tuple(history.overruled[g] for g in sorted(history.overruled))
+            return _expand((tokens, every, selected, ranked, overruled)), counters[None], _expand(state)
 
         specs = nnx.get_partition_spec(self.params)
         self.step_function = jax.jit(
@@ -116,20 +120,30 @@ class Runner:
         )
 
         def release(state: KVState, addresses: Array) -> KVState:
-            state = _squeeze(state)
-            groups = tuple(placement.release(group, addresses[0]) for group in state.groups)
-            return _expand(KVState(groups, state.index_keys))
+            groups = tuple(placement.release(group, addresses) for group in state.groups)
+            return KVState(groups, state.index_keys)
 
-        self.release_function = jax.jit(
-            over(release, in_specs=(P(AXIS), by_rank), out_specs=P(AXIS)), donate_argnums=0
+        self.release_function = self.compile(release)
+
+    def compile(self, change: Callable[..., KVState]) -> Callable[..., KVState]:
+        """Jit a change of the state by arrays with a leading axis of ranks. The state is donated; `change` sees one
+        device's part of everything."""
+
+        def on_device(state: KVState, arrays: tuple[Array, ...]) -> KVState:
+            return _expand(change(_squeeze(state), *_squeeze(arrays)))
+
+        by_rank = P() if self.placement.parallel.tp else P(AXIS)
+        over = jax.shard_map(
+            on_device, mesh=self.mesh, in_specs=(P(AXIS), by_rank), out_specs=P(AXIS), check_vma=False
         )
+        return jax.jit(lambda state, *arrays: over(state, arrays), donate_argnums=0)
 
     def step(self, batch: Batch, sampling: Sampling) -> StepOutput:
         """Run one step; the state moves on."""
-        (tokens, logits, selected, ranked), counters, self.state = self.step_function(
+        (tokens, logits, selected, ranked, overruled), counters, self.state = self.step_function(
             self.params, self.state, batch, sampling
         )
-        return StepOutput(tokens, logits, counters, selected, ranked)
+        return StepOutput(tokens, logits, counters, selected, ranked, overruled)
 
     def release(self, addresses: np.ndarray) -> None:
         """Forget addresses, int32 [ranks, table_width * page_size], EMPTY padded."""

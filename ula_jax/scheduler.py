@@ -93,9 +93,9 @@ class Scheduler:
             )
         if not self.capacity.fits([longest]):
             raise ValueError(
-                f"request {request.id}: expected prompt and output to fit the capacity of {self.capacity.addresses} "
-                f"tokens, found {request.prompt_length} + {request.params.max_tokens} = {longest}; shorten the prompt "
-                "or raise the budget"
+                f"request {request.id}: expected prompt and output of at most {self.capacity.longest} tokens to fit "
+                f"the capacity of {self.capacity.addresses} tokens, found {request.prompt_length} + "
+                f"{request.params.max_tokens} = {longest}; shorten the prompt or raise the budget"
             )
 
     def admit(self) -> list[Request]:

@@ -1,10 +1,10 @@
 """What has to be stored (KVSpec), what there is to store it in (Budget), and what then fits (Capacity)."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import jax.numpy as jnp
-
+from ula_jax.index_keys import KeyFormat
 from ula_jax.rows import FormatName, RowFormat
 
 
@@ -85,8 +85,9 @@ class KVSpec:
         return sum(len(group) for group in self.groups)
 
     @property
-    def index_dtype(self):
-        return jnp.float32 if self.row.name == "fp32" else jnp.bfloat16
+    def index_key(self) -> KeyFormat:
+        """Index keys have the precision of the rows."""
+        return KeyFormat(self.row.name, self.index_dim)
 
     @property
     def row_bytes(self) -> int:
@@ -96,7 +97,7 @@ class KVSpec:
     @property
     def index_bytes(self) -> int:
         """Bytes of one token's index keys, which stay on the device."""
-        return len(self.groups) * self.index_dim * jnp.dtype(self.index_dtype).itemsize
+        return len(self.groups) * self.index_key.nbytes
 
     def rows_needed(self, context: int, tokens: int = 1, stripe: int = 1) -> int:
         """Most distinct rows that one device must hold for a step of `tokens` tokens ending at `context`.
@@ -128,6 +129,12 @@ class Capacity:
     @property
     def tokens(self) -> int:
         return self.ranks * self.addresses
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that fits, prompt and output; 0 if none does."""
+        contexts = range(self.spec.max_context, 0, -1)
+        return contexts[at] if (at := bisect_left(contexts, True, key=lambda c: self.fits([c]))) < len(contexts) else 0
 
     def fits(self, contexts: list[int]) -> bool:
         """Whether one rank holds requests of these (final) contexts at once, and can decode them in one step."""

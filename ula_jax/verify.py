@@ -25,10 +25,11 @@ def check(placement: Placement, state: KVState, live: list[np.ndarray]) -> None:
 
     `live[rank]` are the addresses of the rank that hold rows. Every placement: location and address_of are inverse,
     nothing dead is stored, policy and map agree on which slots are occupied. Exclusive ones: each live row exactly
-    once, free + used = size.
+    once, free + used = size. Inclusive ones: host copies lie at their addresses and equal the rows on the device; every
+    live row has one, unless rows are only written back.
     """
     for number, group in enumerate(state.groups):
-        group = _maps_only(group)
+        group = _without_pools(group) if placement.exclusive else jax.tree.map(np.asarray, group)
         for device in range(group.mapping.location.shape[0]):
             local = jax.tree.map(lambda leaf, d=device: leaf[d], group)
             _check_device(f"group {number}, device {device}", placement, local, _local(placement, live, device))
@@ -38,7 +39,7 @@ def residency(placement: Placement, state: KVState, live: list[np.ndarray], spec
     """How many rows (of one token in one layer) are stored, and how many of them are different ones."""
     stored = distinct = 0
     for layers, group in zip(spec.groups, state.groups, strict=True):
-        mapping = _maps_only(group).mapping
+        mapping = _without_pools(group).mapping
         stored += len(layers) * int((mapping.device_address != EMPTY).sum() + (mapping.host_address != EMPTY).sum())
         distinct += len(layers) * sum(len(addresses) for addresses in live)
     return Residency(distinct, stored, spec.row.nbytes)
@@ -67,10 +68,24 @@ def _check_device(where: str, placement: Placement, group: Group, live: np.ndarr
         _require(where, len(np.unique(free)) == len(free), "host: expected distinct free slots", free)
         _require(where, np.all(host[free] == EMPTY), "host: expected free slots to hold nothing", free)
     else:
-        _require(where, np.array_equal(held, stored), "host: expected every live row (inclusive placement)", held)
+        _check_copies(where, group, held, stored)
+        if not getattr(placement, "write_back", False):
+            _require(where, np.array_equal(held, stored), "host: expected every live row (inclusive placement)", held)
     policy = getattr(placement, "policy", None)
     if policy is not None and hasattr(policy, "audit"):
         _check_policy(where, policy, group.policy, device != EMPTY)
+
+
+def _check_copies(where: str, group: Group, held: np.ndarray, stored: np.ndarray) -> None:
+    """Rows are written once: a copy is never stale as long as it is one."""
+    mapping: Any = group.mapping
+    _require(where, np.array_equal(mapping.host_address[held], held), "host: expected every copy at its address", held)
+    _require(where, np.isin(held, stored).all(), "host: expected copies of live rows alone", held)
+    twice = held[mapping.location[held] >= 0]
+    slots = mapping.location[twice]
+    for device, host in zip(group.device, group.host, strict=True):
+        same = np.all(np.asarray(device)[:, slots] == np.asarray(host)[:, twice], axis=(0, 2))
+        _require(where, same.all(), "host: expected copies that equal the rows on the device", twice[~same])
 
 
 def _check_policy(where: str, policy: Any, state: Any, occupied: np.ndarray) -> None:
@@ -97,8 +112,8 @@ def _local(placement: Placement, live: list[np.ndarray], device: int) -> np.ndar
     return addresses[addresses % stripe == device % stripe] // stripe
 
 
-def _maps_only(group: Group) -> Group:
-    """Map and policy as numpy, without the pools."""
+def _without_pools(group: Group) -> Group:
+    """Map and policy as numpy."""
     return jax.tree.map(np.asarray, replace(group, device=(), host=()))
 
 

@@ -8,22 +8,41 @@ ring, cold bucket and summary bitmaps follow the published description of UlaCac
 Where the buckets stand for something else than rounds, `merge` and `assign` move whole buckets, and
 `Buckets.order` says which to give up first. `first_set` is the search alone, for bitmaps of other kinds.
 
-`implementation`: `auto`, `reference` (jnp, any platform), `triton` (Pallas Triton, CUDA) or
-`triton_interpret` (the same kernel in the CPU interpreter: slow, for tests). Only `evict` searches, so only
-it has a second form: the other operations are a few passes over bitmaps.
+`implementation`: `auto`, `reference` (jnp, any platform), `triton` (CUDA) or `triton_interpret` (the same kernels in
+Triton's CPU interpreter: slow, for tests). Under vmap every form is the reference.
 """
 
-from jaxtyping import Array, Int32
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from pallas_kernels.dispatch import choose, needs
-from pallas_kernels.pb_lru import reference, triton
+import jax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Int32, UInt32
+
+from pallas_kernels import triton_call
+from pallas_kernels.dispatch import choose
+from pallas_kernels.pb_lru import reference
 from pallas_kernels.pb_lru.buckets import EMPTY, MAX_ROUNDS, Buckets, audit, bucket_of, create, pack
-from pallas_kernels.pb_lru.reference import assign, first_set, forget, merge, rotate, touch
+from pallas_kernels.pb_lru.reference import assign, merge
 
-PREFER = ("reference",)
-"""What `auto` may take. On an H200 with JAX 0.11.2, an `evict` with limit 2048 of 0.3 M slots takes the
-reference 508 us and `triton` 211 us, with limit 16384 of 2.9 M slots 532 us and 12.5 ms: one block is too
-little for so long a list."""
+PREFER = ("triton", "reference")
+
+
+def rotate(state: Buckets, *, implementation: str = "auto") -> Buckets:
+    """Open a round: the oldest ring bucket joins cold and becomes the current one, empty. No row moves."""
+    return _form("rotate", implementation)(state)
+
+
+def touch(state: Buckets, slots: Int32[Array, " n"], *, opens: bool = False, implementation: str = "auto") -> Buckets:
+    """Move slots (EMPTY anywhere is padding, repeats are allowed) from wherever they are into the current bucket; with
+    `opens`, of a round that is opened first."""
+    return _form("touch", implementation, opens=opens)(state, slots)
+
+
+def forget(state: Buckets, slots: Int32[Array, " n"], *, implementation: str = "auto") -> Buckets:
+    """Move slots (EMPTY anywhere is padding, repeats are allowed) from wherever they are into free."""
+    return _form("forget", implementation)(state, slots)
 
 
 def evict(
@@ -31,16 +50,44 @@ def evict(
 ) -> tuple[Int32[Array, " limit"], Buckets]:
     """The first `count` (<= limit) slots in victim order, then EMPTY; they leave their buckets.
 
-    Victim order: free, cold, then the ring in its order (from the oldest bucket to the newest), never the
-    current one. Within cold cyclically from the hand, which moves to one past the last cold victim; within any
-    other bucket from the lowest slot. If fewer than `count` slots are outside the current bucket, the list is
-    shorter.
+    Victim order: free, cold, then the ring in its order (from the oldest bucket to the newest), never the current one.
+    Within cold cyclically from the hand, which moves to one past the last cold victim; within any other bucket from the
+    lowest slot. If fewer than `count` slots are outside the current bucket, the list is shorter.
     """
-    forms = {"reference": None, "triton": needs("gpu"), "triton_interpret": needs("cpu")}
-    chosen = choose("pb_lru.evict", implementation, forms, PREFER)
+    return _form("evict", implementation, limit=limit)(state, count)
+
+
+def find_set(
+    words: UInt32[Array, " words"], count: Int32[Array, ""], limit: int, *, implementation: str = "auto"
+) -> tuple[Int32[Array, " limit"], Int32[Array, ""]]:
+    """Positions of the first `count` (<= limit) set bits of a bitmap, ascending, then EMPTY; and how many are set in
+    all. Bit `i % 32` of word `i // 32` stands for `i`."""
+    return _form("find_set", implementation, limit=limit)(words, count)
+
+
+def first_set(
+    words: UInt32[Array, " words"], count: Int32[Array, ""], limit: int, *, implementation: str = "auto"
+) -> Int32[Array, " limit"]:
+    """The positions that `find_set` gives."""
+    return find_set(words, count, limit, implementation=implementation)[0]
+
+
+def _form(name: str, implementation: str, **static: Any) -> Callable[..., Any]:
+    meaning = partial(getattr(reference, name), **static)
+    chosen = choose(f"pb_lru.{name}", implementation, {"reference": None, **triton_call.forms()}, PREFER)
     if chosen == "reference":
-        return reference.evict(state, count, limit)
-    return triton.evict(state, count, limit, interpret=chosen == "triton_interpret")
+        return meaning
+    from pallas_kernels.pb_lru import triton
+
+    form = custom_vmap(partial(getattr(triton, name), **static, interpret=chosen == "triton_interpret"))
+
+    @form.def_vmap
+    def batched(size: int, is_batched: Any, *arguments: Any) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda given: 0 if given else None, tuple(is_batched))
+        result = jax.vmap(meaning, in_axes=axes, axis_size=size)(*arguments)
+        return result, jax.tree.map(lambda _: True, result)
+
+    return form
 
 
 __all__ = [
@@ -52,6 +99,7 @@ __all__ = [
     "bucket_of",
     "create",
     "evict",
+    "find_set",
     "first_set",
     "forget",
     "merge",

@@ -22,6 +22,29 @@ MAX_ROUNDS = 254
 
 ALL = np.uint32(0xFFFFFFFF)
 
+LINE = 32
+"""Words of a cache line."""
+
+
+class Level(NamedTuple):
+    """Where in a bucket's words a bitmap or one of its summaries is."""
+
+    start: int
+    width: int
+
+
+def levels(num_slots: int) -> tuple[Level, ...]:
+    """The bitmap, and its summaries up to one word. Each starts at a multiple of LINE."""
+    found = [Level(0, -(-num_slots // 32))]
+    while found[-1].width > 1:
+        found.append(Level(end(found[-1]), -(-found[-1].width // 32)))
+    return tuple(found)
+
+
+def end(level: Level) -> int:
+    """Where the next level starts."""
+    return level.start + -(-level.width // LINE) * LINE
+
 
 class Buckets(NamedTuple):
     """Bitmaps of `slots` slots in `rounds + 2` buckets: the ring, then `cold`, then `free`.
@@ -30,10 +53,8 @@ class Buckets(NamedTuple):
     none. A NamedTuple, because transformations also build it of leaves that are no such arrays.
     """
 
-    bits: UInt32[Array, "buckets words"]
-    """Bit `s % 32` of word `s // 32`: slot `s` is in the bucket."""
-    summaries: tuple[UInt32[Array, "buckets _"], ...]
-    """Level by level up to one word: bit `i` is set iff word `i` of the level below is not zero."""
+    words: UInt32[Array, "buckets pitch"]
+    """Each bucket's bitmap, and behind it its summaries, as `levels` places them."""
     label: UInt8[Array, " slots"]
     """Ring bucket of the last touch. Not rewritten when the ring turns: if the slot's bit there is clear, the
     slot has moved on to cold (or was evicted or freed)."""
@@ -43,21 +64,31 @@ class Buckets(NamedTuple):
     """Slot from which the next scan of `cold` starts."""
 
     @property
+    def bits(self) -> UInt32[Array, "buckets words"]:
+        """Bit `s % 32` of word `s // 32`: slot `s` is in the bucket."""
+        return self.words[:, : levels(self.label.shape[0])[0].width]
+
+    @property
+    def summaries(self) -> tuple[UInt32[Array, "buckets _"], ...]:
+        """Level by level up to one word: bit `i` is set iff word `i` of the level below is not zero."""
+        return tuple(self.words[:, a : a + width] for a, width in levels(self.label.shape[0])[1:])
+
+    @property
     def cursor(self) -> Int32[Array, ""]:
         """The current ring bucket: it holds the slots touched in this round and is never evicted from."""
         return self.order[-1]
 
     @property
     def rounds(self) -> int:
-        return self.bits.shape[0] - 2
+        return self.words.shape[0] - 2
 
     @property
     def cold(self) -> int:
-        return self.bits.shape[0] - 2
+        return self.words.shape[0] - 2
 
     @property
     def free(self) -> int:
-        return self.bits.shape[0] - 1
+        return self.words.shape[0] - 1
 
 
 def create(num_slots: int, rounds: int) -> Buckets:
@@ -74,7 +105,7 @@ def _create(num_slots: int, rounds: int) -> Buckets:
     free = pack(jnp.ones(num_slots, bool))
     bits = jnp.zeros((rounds + 2, free.shape[0]), jnp.uint32).at[-1].set(free)
     order = jnp.roll(jnp.arange(rounds, dtype=jnp.int32), -1)
-    return Buckets(bits, summarize(bits), jnp.zeros(num_slots, jnp.uint8), order, jnp.int32(0))
+    return Buckets(summarize(bits), jnp.zeros(num_slots, jnp.uint8), order, jnp.int32(0))
 
 
 def pack(members: Bool[Array, "*batch n"]) -> UInt32[Array, "*batch words"]:
@@ -91,14 +122,12 @@ def unpack(words: UInt32[Array, "*batch words"], n: int) -> Bool[Array, "*batch 
     return lanes.reshape(*words.shape[:-1], -1)[..., :n].astype(bool)
 
 
-def summarize(bits: UInt32[Array, "buckets words"]) -> tuple[UInt32[Array, "buckets _"], ...]:
-    """Every summary level of these bitmaps: as many as it takes to come down to one word."""
-    levels: list[UInt32[Array, "buckets _"]] = []
-    below = bits
-    while below.shape[-1] > 1:
-        below = pack(below != 0)
-        levels.append(below)
-    return tuple(levels)
+def summarize(bits: UInt32[Array, "buckets words"]) -> UInt32[Array, "buckets pitch"]:
+    """These bitmaps with all their summaries behind them, as `Buckets.words` has them."""
+    parts = [bits]
+    while parts[-1].shape[1] > 1:
+        parts.append(pack(parts[-1] != 0))
+    return jnp.concatenate([jnp.pad(part, ((0, 0), (0, -part.shape[1] % LINE))) for part in parts], axis=1)
 
 
 def bucket_of(state: Buckets, slots: Int32[Array, " n"]) -> Int32[Array, " n"]:
@@ -121,6 +150,7 @@ def bucket_of(state: Buckets, slots: Int32[Array, " n"]) -> Int32[Array, " n"]:
 def audit(state: Buckets, occupied: np.ndarray) -> None:
     """AssertionError unless every slot is in exactly one bucket, free are those that are not occupied, and the
     summaries are exact. Runs on the host."""
+    state = Buckets(*map(jnp.asarray, state))
     bits = np.asarray(state.bits)
     members = np.unpackbits(np.ascontiguousarray(bits, "<u4").view(np.uint8), axis=1, bitorder="little")
     held = members.sum(axis=0)

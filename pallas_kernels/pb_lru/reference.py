@@ -26,15 +26,17 @@ def merge(state: Buckets, source: Int32[Array, ""] | int, target: Int32[Array, "
 
 def assign(state: Buckets, bucket: Int32[Array, " slots"]) -> Buckets:
     """Every slot of cold and of the ring, except the current bucket, into the one of them that is named for it."""
-    movable = state.bits[state.cold] | lax.reduce_or(state.bits[state.order[:-1]], (0,))
+    bits = state.bits
+    movable = bits[state.cold] | lax.reduce_or(bits[state.order[:-1]], (0,))
     wanted = pack(bucket == jnp.arange(state.rounds + 1, dtype=jnp.int32)[:, None])
-    bits = state.bits.at[: state.free].set((state.bits[: state.free] & ~movable) | (wanted & movable))
+    bits = bits.at[: state.free].set((bits[: state.free] & ~movable) | (wanted & movable))
     label = jnp.where(unpack(movable, bucket.shape[0]), bucket.astype(jnp.uint8), state.label)
-    return state._replace(bits=bits, summaries=summarize(bits), label=label)
+    return state._replace(words=summarize(bits), label=label)
 
 
-def touch(state: Buckets, slots: Int32[Array, " n"]) -> Buckets:
-    """Move slots (EMPTY padding ignored) from wherever they are into the current bucket."""
+def touch(state: Buckets, slots: Int32[Array, " n"], opens: bool = False) -> Buckets:
+    """Move slots (EMPTY padding ignored) from wherever they are into the current bucket; `opens`: after `rotate`."""
+    state = rotate(state) if opens else state
     label = state.label.at[slots].set(state.cursor.astype(jnp.uint8), mode="drop", wrap_negative_indices=False)
     return _move(state, slots, state.cursor)._replace(label=label)
 
@@ -60,15 +62,15 @@ def find_victims(
     state: Buckets, count: Int32[Array, ""], limit: int
 ) -> tuple[Int32[Array, " limit"], Int32[Array, ""]]:
     """The victims of `evict` and the hand after it, state unchanged."""
-    num_words = state.bits.shape[1]
+    bits, num_words = state.bits, state.bits.shape[1]
     # Every candidate word in victim order. The word under the hand stands twice: first its upper bits, and
     # after all other words its lower ones.
     start, cut = state.hand // 32, (state.hand % 32).astype(jnp.uint32)
     cold_order = (start + jnp.arange(num_words + 1, dtype=jnp.int32)) % num_words
-    cold = state.bits[state.cold, cold_order]
+    cold = bits[state.cold, cold_order]
     cold = cold.at[0].set(cold[0] & (ALL << cut)).at[-1].set(cold[-1] & ~(ALL << cut))
-    rings = state.bits[state.order[:-1]].reshape(-1)
-    victims = first_set(jnp.concatenate([state.bits[state.free], cold, rings]), count, limit)
+    rings = bits[state.order[:-1]].reshape(-1)
+    victims, _ = find_set(jnp.concatenate([bits[state.free], cold, rings]), count, limit)
 
     at, given = victims // 32, victims >= 0
     cold_from, rings_from = num_words, 2 * num_words + 1
@@ -82,8 +84,10 @@ def find_victims(
     return victims, jnp.where(last_cold < 0, state.hand, passed)
 
 
-def first_set(words: UInt32[Array, " words"], count: Int32[Array, ""], limit: int) -> Int32[Array, " limit"]:
-    """Positions of the first `count` (<= limit) set bits in a list of words, then EMPTY."""
+def find_set(
+    words: UInt32[Array, " words"], count: Int32[Array, ""], limit: int
+) -> tuple[Int32[Array, " limit"], Int32[Array, ""]]:
+    """Positions of the first `count` (<= limit) set bits in a list of words, then EMPTY; and the number of set bits."""
     # Bit j is bit `j - (bits before the word)` of the word in which the running count passes j.
     words = jnp.pad(words, (0, -words.shape[0] % BLOCK))
     counts = lax.population_count(words).astype(jnp.int32).reshape(-1, BLOCK)
@@ -96,7 +100,8 @@ def first_set(words: UInt32[Array, " words"], count: Int32[Array, ""], limit: in
     offset = jnp.minimum(jnp.sum(upto <= rank[:, None], axis=1, dtype=jnp.int32), BLOCK - 1)
     rank = rank - jnp.take_along_axis(upto - inside, offset[:, None], axis=1)[:, 0]
     at = block * BLOCK + offset
-    return jnp.where(number < jnp.minimum(count, ends[-1]), at * 32 + select_bit(words[at], rank), EMPTY)
+    found = jnp.where(number < jnp.minimum(count, ends[-1]), at * 32 + select_bit(words[at], rank), EMPTY)
+    return found, ends[-1]
 
 
 def select_bit(word: UInt32[Array, " n"], rank: Int32[Array, " n"]) -> Int32[Array, " n"]:
@@ -113,13 +118,9 @@ def select_bit(word: UInt32[Array, " n"], rank: Int32[Array, " n"]) -> Int32[Arr
 
 def _pour(state: Buckets, source: Int32[Array, ""] | int, target: Int32[Array, ""] | int) -> Buckets:
     """One bucket into another one; the first is then empty."""
-
-    def pour(words: UInt32[Array, "buckets words"]) -> UInt32[Array, "buckets words"]:
-        words = words.at[target].set(words[target] | words[source])
-        return words.at[source].set(jnp.uint32(0))
-
-    # The OR of two bitmaps has the OR of their summaries, so every level is poured alike.
-    return state._replace(bits=pour(state.bits), summaries=tuple(map(pour, state.summaries)))
+    # The OR of two bitmaps has the OR of their summaries.
+    words = state.words.at[target].set(state.words[target] | state.words[source])
+    return state._replace(words=words.at[source].set(jnp.uint32(0)))
 
 
 def _move(state: Buckets, slots: Int32[Array, " n"], bucket: Int32[Array, ""] | int | None) -> Buckets:
@@ -129,4 +130,4 @@ def _move(state: Buckets, slots: Int32[Array, " n"], bucket: Int32[Array, ""] | 
     bits = state.bits & ~mask
     if bucket is not None:
         bits = bits.at[bucket].set(bits[bucket] | mask)
-    return state._replace(bits=bits, summaries=summarize(bits))
+    return state._replace(words=summarize(bits))

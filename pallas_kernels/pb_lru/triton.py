@@ -1,158 +1,558 @@
-"""Victim search of bucketed LRU in Pallas Triton: one block walks down the summaries and touches O(limit)
-words a level.
+"""Bucketed LRU in Triton: one launch to touch, two to find and take the victims, however many there are.
 
-Bucket by bucket in victim order, the kernel expands the words of one level into the list of their set bits,
-which are the words to read one level below; an empty segment is skipped 32, 1024, ... slots at a time. `m`
-victims need at most `m + 2` entries of a list, because every entry but those at the two ends of the searched
-range holds a victim.
+Slots move by atomics on bitmap words. Within a launch the words of a bucket only gain bits or only lose them: whoever
+sets the first bit of a word, or clears its last one, knows it from the value before, and goes on a level above. So the
+summaries come out exact, whoever is first.
 
-The list lies in global memory, because a block cannot scatter into registers; a barrier separates its writes
-from its reads. Population counts are shifts and adds: `lax.population_count` does not lower.
+Victims: the words of all buckets in victim order are cut into units. `count` counts the bits of each unit, and adds up
+those before it among its program's units; a unit of `take` adds the totals of the programs before, and then knows the
+places of its bits in the list. Population counts are shifts and adds, which the interpreter has too.
 """
 
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+import triton.language as tl
 from jaxtyping import Array, Int32, UInt32
 
-from pallas_kernels.pb_lru.buckets import ALL, EMPTY, Buckets, pack
+from pallas_kernels import triton_call
+from pallas_kernels.pb_lru.buckets import Buckets, levels
 
-WARPS = 8
+SLOTS = 256
+"""Entries of a slot list that one program moves."""
+FEW = 4096
+"""A list up to this length, of a pool with buckets of as many words, has its round opened and its slots moved by one
+program."""
+POUR = 512
+"""Words of a bucket that one program pours."""
+UNIT, UNITS = 32, 64
+"""Words of a unit, and units of one program that counts."""
+PROGRAMS = 1056
+"""That take victims, at most: each takes units until those before it hold enough."""
+
+NONE = tl.constexpr(-1)
+ALL = tl.constexpr(0xFFFFFFFF)
+"""To flip bits with: the interpreter has no `~` for unsigned numbers."""
+
+
+def rotate(state: Buckets, interpret: bool = False) -> Buckets:
+    """As `reference.rotate`."""
+    pitch = state.words.shape[1]
+    words, order = triton_call.call(
+        pour,
+        state.order,
+        state.words,
+        grid=(_cdiv(pitch, POUR),),
+        out=[_like(state.words), _like(state.order)],
+        alias={1: 0},
+        interpret=interpret,
+        ROUNDS=state.rounds,
+        TURN=_power(state.rounds),
+        PITCH=pitch,
+        TILE=POUR,
+    )
+    return state._replace(words=words, order=order)
+
+
+def touch(state: Buckets, slots: Int32[Array, " n"], opens: bool = False, interpret: bool = False) -> Buckets:
+    """As `reference.touch`."""
+    few = 0 < slots.shape[0] <= FEW and state.words.shape[1] <= FEW
+    if opens and not few:
+        state, opens = rotate(state, interpret), False
+    if not slots.shape[0]:
+        return state
+    block = _power(slots.shape[0]) if opens else SLOTS
+    constants = dict(_layout(state), N=slots.shape[0], NUM_SLOTS=state.label.shape[0], B=block)
+    if opens:
+        words, label, order = triton_call.call(
+            open_and_move,
+            slots,
+            state.order,
+            state.words,
+            state.label,
+            grid=(1,),
+            out=[_like(state.words), _like(state.label), _like(state.order)],
+            alias={2: 0, 3: 1},
+            warps=max(4, min(32, block // 64)),
+            interpret=interpret,
+            TURN=_power(state.rounds),
+            TILE=min(FEW, _power(state.words.shape[1])),
+            **constants,
+        )
+        return state._replace(words=words, label=label, order=order)
+    words, label = triton_call.call(
+        move_to_current,
+        slots,
+        state.order,
+        state.words,
+        state.label,
+        grid=(_cdiv(slots.shape[0], block),),
+        out=[_like(state.words), _like(state.label)],
+        alias={2: 0, 3: 1},
+        warps=block // 32 // 2,
+        interpret=interpret,
+        **constants,
+    )
+    return state._replace(words=words, label=label)
+
+
+def forget(state: Buckets, slots: Int32[Array, " n"], interpret: bool = False) -> Buckets:
+    """As `reference.forget`."""
+    if not slots.shape[0]:
+        return state
+    (words,) = triton_call.call(
+        move_to_free,
+        slots,
+        state.label,
+        state.words,
+        grid=(_cdiv(slots.shape[0], SLOTS),),
+        out=[_like(state.words)],
+        alias={2: 0},
+        interpret=interpret,
+        N=slots.shape[0],
+        NUM_SLOTS=state.label.shape[0],
+        B=SLOTS,
+        **_layout(state),
+    )
+    return state._replace(words=words)
 
 
 def evict(
     state: Buckets, count: Int32[Array, ""], limit: int, interpret: bool = False
 ) -> tuple[Int32[Array, " limit"], Buckets]:
-    """As `reference.evict`, bit for bit."""
-    if limit == 0:
+    """As `reference.evict`."""
+    if not limit:
         return jnp.zeros(0, jnp.int32), state
-    lanes = pl.next_power_of_2(limit + 2)
-    scalars = jnp.concatenate([jnp.stack([jnp.minimum(count, limit), state.hand]), state.order])
-    lists = jax.ShapeDtypeStruct((lanes,), jnp.int32)
-    victims, buckets, hand, _ = pl.pallas_call(
-        partial(_search, num_slots=state.label.shape[0], lanes=lanes, interpret=interpret),
-        # victims, their buckets, the hand, and two lists that take turns, each with room for writes that do
-        # not count
-        out_shape=(
-            lists,
-            lists,
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-            jax.ShapeDtypeStruct((2, 2 * lanes), jnp.int32),
-        ),
-        compiler_params=plt.CompilerParams(num_warps=WARPS),
+    layout = _layout(state)
+    inner, totals, units = _count(state.words, state.order, state.hand, layout, interpret)
+    victims, words, hand = triton_call.call(
+        take,
+        state.order,
+        state.hand,
+        count,
+        inner,
+        totals,
+        state.words,
+        grid=(units["GRID"],),
+        out=[_ints(limit), _like(state.words), _like(state.hand)],
+        alias={5: 1},
         interpret=interpret,
-    )(scalars, state.bits, *state.summaries)
-    return victims[:limit], _remove(state._replace(hand=hand[0]), victims[:limit], buckets[:limit])
+        LIMIT=limit,
+        FILL=_power(_cdiv(limit, units["GRID"])),
+        NUM_SLOTS=state.label.shape[0],
+        **layout,
+        **units,
+    )
+    return victims, state._replace(words=words, hand=hand)
 
 
-def _search(scalars_ref, *refs, num_slots: int, lanes: int, interpret: bool):
-    *levels, victims_ref, buckets_ref, hand_ref, list_ref = refs
-    lane = jnp.arange(lanes, dtype=jnp.int32)
-    count, start = scalars_ref[0], scalars_ref[1]
-    rounds = levels[0].shape[0] - 2
-    victims_ref[...] = jnp.full(lanes, EMPTY, jnp.int32)
-    buckets_ref[...] = jnp.full(lanes, EMPTY, jnp.int32)
-
-    def segment(carry):
-        turn, taken, hand = carry
-        # Turn 0 is free, 1 is cold from the hand up, 2 is cold below the hand, and then come the rings in
-        # their order.
-        ring = scalars_ref[2 + jnp.maximum(turn - 3, 0)]
-        bucket = jnp.where(turn == 0, rounds + 1, jnp.where(turn <= 2, rounds, ring))
-        low = jnp.where(turn == 1, start, 0)
-        high = jnp.where(turn == 2, start, num_slots)
-        cap = count - taken + 2
-
-        def descend():
-            found = jnp.int32(1)
-            list_ref[0, lane] = jnp.zeros(lanes, jnp.int32)
-            for depth in range(len(levels)):
-                _barrier(interpret)
-                level = len(levels) - 1 - depth
-                source, target = depth % 2, 1 - depth % 2
-                at = jnp.where(lane < found, list_ref[source, lane], 0)
-                word = jnp.where(lane < found, levels[level][bucket, at], jnp.uint32(0))
-                word = word & _between(low >> (5 * level), (high - 1) >> (5 * level), at * 32)
-                found = _expand(list_ref, target, lane, at, word, cap)
-            _barrier(interpret)
-            got = jnp.minimum(found, count - taken)
-            slot = list_ref[len(levels) % 2, lane]
-            # Lanes that have nothing write past the list's end, each to its own place.
-            there = jnp.where(lane < got, taken + lane, lanes)
-            plt.store(victims_ref.at[there], slot, mask=lane < got)
-            plt.store(buckets_ref.at[there], jnp.full(lanes, bucket, jnp.int32), mask=lane < got)
-            last = list_ref[len(levels) % 2, jnp.maximum(got - 1, 0)]
-            moved = ((turn == 1) | (turn == 2)) & (got > 0)
-            return taken + got, jnp.where(moved, (last + 1) % num_slots, hand)
-
-        top = levels[-1][bucket, 0]
-        taken, hand = lax.cond((top != 0) & (low < high), descend, lambda: (taken, hand))
-        return turn + 1, taken, hand
-
-    def unfinished(carry):
-        turn, taken, _ = carry
-        return (turn < rounds + 2) & (taken < count)
-
-    *_, hand = lax.while_loop(unfinished, segment, (jnp.int32(0), jnp.int32(0), start))
-    hand_ref[0] = hand
+def find_set(
+    words: UInt32[Array, " words"], count: Int32[Array, ""], limit: int, interpret: bool = False
+) -> tuple[Int32[Array, " limit"], Int32[Array, ""]]:
+    """As `reference.find_set`."""
+    layout = dict(ROUNDS=0, LEVELS=1, WIDTH=words.shape[0], PITCH=words.shape[0])
+    inner, totals, units = _count(words, count, count, layout, interpret)
+    return triton_call.call(
+        read_off,
+        words,
+        count,
+        inner,
+        totals,
+        grid=(units["GRID"],),
+        out=[_ints(limit), _ints()],
+        interpret=interpret,
+        LIMIT=limit,
+        FILL=_power(_cdiv(limit, units["GRID"])),
+        **layout,
+        **units,
+    )  # pyright: ignore[reportReturnType]
 
 
-def _expand(list_ref, target: int, lane, at, word, cap):
-    """Write the positions of all set bits, in order and `cap` at most, to a list; the number written."""
-    ones = _popcount(word)
-    place = jnp.cumsum(ones) - ones
-    total = jnp.sum(ones)
+def _count(
+    words: Array, order: Array, hand: Array, layout: dict[str, Any], interpret: bool
+) -> tuple[Array, Array, dict[str, Any]]:
+    """Bits before each unit within its program's units, bits of each program's units, and constants of both kernels.
 
-    def lowest_bit(carry):
-        word, place = carry
-        bit = _popcount((word & (~word + 1)) - 1)
-        keep = (word != 0) & (place < cap)
-        list_ref[target, jnp.where(keep, place, lane.shape[0] + lane)] = at * 32 + bit
-        return word & (word - 1), place + 1
-
-    lax.while_loop(lambda carry: jnp.max(carry[0]) > 0, lowest_bit, (word, place))
-    return jnp.minimum(total, cap)
-
-
-def _between(first, last, base):
-    """Mask of the bits that stand for positions `first` to `last` in words whose bit 0 stands for `base`."""
-    below = jnp.clip(first - base, 0, 32)
-    upto = jnp.clip(last - base + 1, 0, 32)
-
-    def lowest(bits):
-        # A shift by 32 has no defined result.
-        return jnp.where(bits == 32, jnp.uint32(ALL), (jnp.uint32(1) << jnp.minimum(bits, 31).astype(jnp.uint32)) - 1)
-
-    return lowest(upto) & ~lowest(below)
-
-
-def _popcount(word):
-    word = word - ((word >> 1) & jnp.uint32(0x55555555))
-    word = (word & jnp.uint32(0x33333333)) + ((word >> 2) & jnp.uint32(0x33333333))
-    word = (word + (word >> 4)) & jnp.uint32(0x0F0F0F0F)
-    return ((word * jnp.uint32(0x01010101)) >> 24).astype(jnp.int32)
+    A bucket's words are `PER` units. One more, the last one, has what lies in the first unit before the hand.
+    """
+    per = _cdiv(layout["WIDTH"], UNIT)
+    number = (layout["ROUNDS"] + 1) * (per + 1)
+    programs = _cdiv(number, UNITS)
+    inner, totals = triton_call.call(
+        count_units,
+        words,
+        order,
+        hand,
+        grid=(programs,),
+        out=[_ints(programs * UNITS), _ints(programs)],
+        interpret=interpret,
+        NUMBER=number,
+        PER=per,
+        UNIT=UNIT,
+        UNITS=UNITS,
+        **layout,
+    )
+    grid = min(number, PROGRAMS)
+    units = dict(NUMBER=number, PER=per, UNIT=UNIT, UNITS=UNITS, GRID=grid, COUNTED=programs, LANES=_power(programs))
+    return inner, totals, units
 
 
-def _barrier(interpret: bool) -> None:
-    if not interpret:  # the interpreter runs one lane group in order and has no rule for it
-        plt.debug_barrier()
+def _layout(state: Buckets) -> dict[str, Any]:
+    found = levels(state.label.shape[0])
+    return dict(ROUNDS=state.rounds, LEVELS=len(found), WIDTH=found[0].width, PITCH=state.words.shape[1])
 
 
-def _remove(state: Buckets, slots: Int32[Array, " n"], buckets: Int32[Array, " n"]) -> Buckets:
-    """Distinct slots out of the buckets in which they are, O(n) words a level."""
-    bit = jnp.where(slots < 0, jnp.uint32(0), jnp.uint32(1) << (slots % 32).astype(jnp.uint32))
-    level = state.bits.at[buckets, slots // 32].add(-bit, mode="drop", wrap_negative_indices=False)
-    bits, summaries, at = level, [], slots // 32
-    for above in state.summaries:
-        # A word of a summary is made anew from all its children: slots that share it write the same value.
-        at = at // 32
-        child = at[:, None] * 32 + jnp.arange(32, dtype=jnp.int32)
-        below = level.at[buckets[:, None], child].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        words: UInt32[Array, " n"] = pack(below != 0)[:, 0]
-        level = above.at[buckets, at].set(words, mode="drop", wrap_negative_indices=False)
-        summaries.append(level)
-    return state._replace(bits=bits, summaries=tuple(summaries))
+def _like(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power(n: int) -> int:
+    """The power of two at or above n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@triton_call.kernel
+def pour(
+    order, words_in, words, turned, ROUNDS: tl.constexpr, TURN: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr
+):
+    _pour(order, words, tl.program_id(0) * TILE + tl.arange(0, TILE), ROUNDS, PITCH)
+    if tl.program_id(0) == 0:
+        _turn(order, turned, ROUNDS, TURN)
+
+
+@triton_call.kernel
+def open_and_move(
+    slots,
+    order,
+    words_in,
+    label_in,
+    words,
+    label,
+    turned,
+    ROUNDS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+    N: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    B: tl.constexpr,
+    TURN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    _pour(order, words, tl.arange(0, TILE), ROUNDS, PITCH)
+    _turn(order, turned, ROUNDS, TURN)
+    tl.debug_barrier()
+    slot, live = _slots(slots, 0, N, NUM_SLOTS, B)
+    current = tl.load(order)
+    ring = tl.load(label + slot, mask=live, other=0).to(tl.int32)
+    _move(words, slot, live, ring, current, ROUNDS, LEVELS, WIDTH, PITCH)
+    tl.store(label + slot, current.to(tl.uint8), mask=live)
+
+
+@triton_call.kernel
+def move_to_current(
+    slots,
+    order,
+    words_in,
+    label_in,
+    words,
+    label,
+    ROUNDS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+    N: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    B: tl.constexpr,
+):
+    slot, live = _slots(slots, tl.program_id(0), N, NUM_SLOTS, B)
+    current = tl.load(order + ROUNDS - 1)
+    ring = tl.load(label + slot, mask=live, other=0).to(tl.int32)
+    _move(words, slot, live, ring, current, ROUNDS, LEVELS, WIDTH, PITCH)
+    tl.store(label + slot, current.to(tl.uint8), mask=live)
+
+
+@triton_call.kernel
+def move_to_free(
+    slots,
+    label,
+    words_in,
+    words,
+    ROUNDS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+    N: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    B: tl.constexpr,
+):
+    slot, live = _slots(slots, tl.program_id(0), N, NUM_SLOTS, B)
+    ring = tl.load(label + slot, mask=live, other=0).to(tl.int32)
+    _move(words, slot, live, ring, ROUNDS + 1, ROUNDS, LEVELS, WIDTH, PITCH)
+
+
+@triton_call.kernel
+def _pour(order, words, at, ROUNDS: tl.constexpr, PITCH: tl.constexpr):
+    """The oldest ring bucket into cold; the OR of two bitmaps has the OR of their summaries."""
+    oldest, cold, there = words + tl.load(order) * PITCH + at, words + ROUNDS * PITCH + at, at < PITCH
+    tl.store(cold, tl.load(cold, mask=there) | tl.load(oldest, mask=there), mask=there)
+    tl.store(oldest, tl.zeros_like(at).to(tl.uint32), mask=there)
+
+
+@triton_call.kernel
+def _turn(order, turned, ROUNDS: tl.constexpr, TURN: tl.constexpr):
+    i = tl.arange(0, TURN)
+    tl.store(turned + i, tl.load(order + (i + 1) % ROUNDS), mask=i < ROUNDS)
+
+
+@triton_call.kernel
+def _slots(slots, program, N: tl.constexpr, NUM_SLOTS: tl.constexpr, B: tl.constexpr):
+    """Slots of a program, and which of them are no padding."""
+    # Named as not contiguous, so that neighbouring lanes have neighbouring entries and nothing crosses shared memory.
+    at = program * B + tl.max_contiguous(tl.arange(0, B), 1)
+    slot = tl.load(slots + at, mask=at < N, other=NONE)
+    live = (slot >= 0) & (slot < NUM_SLOTS)
+    return tl.where(live, slot, 0), live
+
+
+@triton_call.kernel
+def _move(
+    words,
+    slot,
+    live,
+    ring,
+    target,
+    ROUNDS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+):
+    """Slots, labelled `ring`, out of the bucket in which they are and into the target. Some may stand twice."""
+    word, bit = slot >> 5, _bit(slot & 31)
+    sought, emptied, source = live, tl.zeros_like(live), ring
+    for turn in tl.static_range(3):  # pyright: ignore
+        # A slot that is not where its label says is in cold, and if not there, in free or just evicted.
+        bucket = ring if turn == 0 else tl.zeros_like(ring) + (ROUNDS + turn - 1)
+        asked = sought & (bucket != target)
+        before = tl.atomic_and(words + bucket * PITCH + word, bit ^ ALL, mask=asked, sem="relaxed")
+        found = asked & ((before & bit) != 0)
+        emptied = emptied | (found & (before == bit))
+        source = tl.where(found, bucket, source)
+        sought = sought & ~found
+    _clear_above(words, source, word, emptied, LEVELS, WIDTH, PITCH)
+    gains, start, width = live, 0, WIDTH
+    for _ in tl.static_range(LEVELS):  # pyright: ignore
+        before = tl.atomic_or(words + target * PITCH + start + word, bit, mask=gains, sem="relaxed")
+        gains = gains & (before == 0)
+        start, width = start + (width + 31) // 32 * 32, (width + 31) // 32
+        word, bit = word >> 5, _bit(word & 31)
+
+
+@triton_call.kernel
+def _clear_above(words, bucket, word, emptied, LEVELS: tl.constexpr, WIDTH: tl.constexpr, PITCH: tl.constexpr):
+    """Words of a bucket have become zero: what its summaries say of them."""
+    start, width = 0, WIDTH
+    for _ in tl.static_range(LEVELS - 1):  # pyright: ignore
+        start, width = start + (width + 31) // 32 * 32, (width + 31) // 32
+        word, bit = word >> 5, _bit(word & 31)
+        before = tl.atomic_and(words + bucket * PITCH + start + word, bit ^ ALL, mask=emptied, sem="relaxed")
+        emptied = emptied & (before == bit)
+
+
+@triton_call.kernel
+def count_units(
+    words,
+    order,
+    hand,
+    inner,
+    totals,
+    ROUNDS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+    NUMBER: tl.constexpr,
+    PER: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    bucket, first, turn, start = _unit(unit, order, hand, ROUNDS, PER, UNIT)
+    at = first[:, None] + tl.arange(0, UNIT)[None, :]
+    word = tl.load(words + bucket[:, None] * PITCH + at, mask=(at < WIDTH) & (unit < NUMBER)[:, None], other=0)
+    ones = tl.sum(_ones(word & _kept(at, turn[:, None], start[:, None], PER)), axis=1)
+    tl.store(inner + unit, tl.cumsum(ones) - ones)
+    tl.store(totals + tl.program_id(0), tl.sum(ones))
+
+
+@triton_call.kernel
+def take(
+    order,
+    hand,
+    count,
+    inner,
+    totals,
+    words_in,
+    victims,
+    words,
+    passed,
+    ROUNDS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+    NUMBER: tl.constexpr,
+    PER: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    LANES: tl.constexpr,
+    GRID: tl.constexpr,
+    LIMIT: tl.constexpr,
+    FILL: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+):
+    lane = tl.arange(0, LANES)
+    total = tl.load(totals + lane, mask=lane < COUNTED, other=0)
+    given = tl.minimum(tl.minimum(tl.load(count), LIMIT), tl.sum(total))
+    cold = _before(PER + 1, lane, total, inner, COUNTED, UNITS)
+    rings = _before(2 * (PER + 1), lane, total, inner, COUNTED, UNITS)
+    last_cold = tl.minimum(given, rings) - 1
+    unit = tl.program_id(0)
+    if (unit == 0) & (last_cold < cold):
+        tl.store(passed, tl.load(hand))
+    at = _before(unit, lane, total, inner, COUNTED, UNITS)
+    while (unit < NUMBER) & (at < given):
+        bucket, first, turn, start = _unit(unit, order, hand, ROUNDS, PER, UNIT)
+        word_at, slot, rank, taken = _bits(words, bucket, first, turn, start, at, given, WIDTH, PITCH, PER, UNIT)
+        tl.store(victims + rank, slot, mask=taken)
+        one = _bit(tl.arange(0, 32))
+        gone = tl.sum(tl.where(taken, one[None, :], 0), axis=1).to(tl.uint32)
+        before = tl.atomic_and(words + bucket * PITCH + word_at, gone ^ ALL, mask=gone != 0, sem="relaxed")
+        _clear_above(words, bucket, word_at, (gone != 0) & (before == gone), LEVELS, WIDTH, PITCH)
+        if (last_cold >= cold) & (unit > PER) & (unit < 2 * (PER + 1)):
+            after = tl.max(tl.where(taken & (rank == last_cold), slot + 1, 0))
+            if after > 0:
+                tl.store(passed, after % NUM_SLOTS)
+        unit += GRID
+        at = _before(unit, lane, total, inner, COUNTED, UNITS)
+    _fill(victims, given, GRID, LIMIT, FILL)
+
+
+@triton_call.kernel
+def read_off(
+    words,
+    count,
+    inner,
+    totals,
+    found,
+    everything,
+    ROUNDS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+    NUMBER: tl.constexpr,
+    PER: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    LANES: tl.constexpr,
+    GRID: tl.constexpr,
+    LIMIT: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    lane = tl.arange(0, LANES)
+    total = tl.load(totals + lane, mask=lane < COUNTED, other=0)
+    given = tl.minimum(tl.minimum(tl.load(count), LIMIT), tl.sum(total))
+    unit = tl.program_id(0)
+    if unit == 0:
+        tl.store(everything, tl.sum(total))
+    at = _before(unit, lane, total, inner, COUNTED, UNITS)
+    while (unit < NUMBER) & (at < given):
+        bucket, first, turn, start = _unit(unit, count, count, ROUNDS, PER, UNIT)
+        _, slot, rank, taken = _bits(words, bucket, first, turn, start, at, given, WIDTH, PITCH, PER, UNIT)
+        tl.store(found + rank, slot, mask=taken)
+        unit += GRID
+        at = _before(unit, lane, total, inner, COUNTED, UNITS)
+    _fill(found, given, GRID, LIMIT, FILL)
+
+
+@triton_call.kernel
+def _unit(unit, order, hand, ROUNDS: tl.constexpr, PER: tl.constexpr, UNIT: tl.constexpr):
+    """Of units, numbered in victim order: bucket, first word, number in the bucket, slot where the bucket starts."""
+    segment, turn = unit // (PER + 1), unit % (PER + 1)
+    bucket, start = segment * 0, segment * 0
+    if ROUNDS > 0:
+        ring = tl.load(order + segment - 2, mask=(segment >= 2) & (segment <= ROUNDS), other=0)
+        bucket = tl.where(segment == 0, ROUNDS + 1, tl.where(segment == 1, ROUNDS, ring))
+        start = tl.where(segment == 1, tl.load(hand), 0)
+    return bucket, (start // (32 * UNIT) + turn) % PER * UNIT, turn, start
+
+
+@triton_call.kernel
+def _kept(at, turn, start, PER: tl.constexpr):
+    """Which bits of words belong to the unit: in the one where the bucket starts not those before, in its last only
+    those."""
+    below = tl.minimum(tl.maximum(start - at * 32, 0), 32)
+    low = tl.where(below == 32, ALL, _bit(tl.minimum(below, 31)) - 1)
+    return tl.where(turn == 0, low ^ ALL, tl.where(turn == PER, low, ALL))
+
+
+@triton_call.kernel
+def _before(unit, lane, total, inner, COUNTED: tl.constexpr, UNITS: tl.constexpr):
+    """Bits in all units before this one; `total` are those of each program that counted."""
+    within = tl.load(inner + unit, mask=unit < COUNTED * UNITS, other=0)
+    return tl.sum(tl.where(lane < unit // UNITS, total, 0)) + within
+
+
+@triton_call.kernel
+def _bits(
+    words,
+    bucket,
+    first,
+    turn,
+    start,
+    before,
+    given,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+    PER: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Words of a unit, and for each of their bits its number, its rank and whether it is among those given."""
+    at = first + tl.arange(0, UNIT)
+    word = tl.load(words + bucket * PITCH + at, mask=at < WIDTH, other=0) & _kept(at, turn, start, PER)
+    ones = _ones(word)
+    base = before + tl.cumsum(ones) - ones
+    lane = tl.arange(0, 32)
+    bit = _bit(lane)[None, :]
+    rank = base[:, None] + _ones(word[:, None] & (bit - 1))
+    return at, at[:, None] * 32 + lane[None, :], rank, ((word[:, None] & bit) != 0) & (rank < given)
+
+
+@triton_call.kernel
+def _fill(out, given, GRID: tl.constexpr, LIMIT: tl.constexpr, FILL: tl.constexpr):
+    """EMPTY behind what is given."""
+    at = tl.program_id(0) * FILL + tl.arange(0, FILL)
+    tl.store(out + at, NONE, mask=(at >= given) & (at < LIMIT))
+
+
+@triton_call.kernel
+def _bit(at):
+    return tl.zeros_like(at).to(tl.uint32) + 1 << at.to(tl.uint32)
+
+
+@triton_call.kernel
+def _ones(word):
+    """Bits set."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)

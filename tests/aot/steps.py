@@ -44,7 +44,7 @@ class Step:
     def pools(self) -> list[Shape]:
         """All stored rows and index keys of one device."""
         state = self.runner.state
-        stored = [*state.index_keys]
+        stored = [lane for keys in state.index_keys for lane in keys]
         for group in state.groups:
             stored += [*group.device, *group.host]
         return [_local(pool) for pool in stored if pool.size]
@@ -136,5 +136,5 @@ def read(executable: Any) -> tuple[Program, int]:
 
 def _local(pool: jax.Array) -> Shape:
     """One device's part, as HLO names it."""
-    dtype = {"uint32": "u32", "float32": "f32", "bfloat16": "bf16"}[str(pool.dtype)]
+    dtype = {"uint32": "u32", "float32": "f32", "bfloat16": "bf16", "float8_e4m3fn": "f8e4m3fn"}[str(pool.dtype)]
     return Shape(dtype, (1, *pool.shape[1:]), pool.sharding.memory_kind == "pinned_host")

@@ -12,6 +12,7 @@ STEPS = [
     ("ula", "tp", "decode"),
     ("ula", "tp", "prefill"),
     ("ula", "dp", "decode"),
+    ("resident_hot", "dp", "decode"),
     ("gpu_only", "tp", "decode"),
     ("hisparse", "tp", "decode"),
     ("hisparse", "tp", "prefill"),

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from pallas_kernels.dispatch import assume_platform, choose, needs, platform
+from pallas_kernels.dispatch import Choice, assume_platform, choose, explaining, needs, platform
 
 FORMS = {"reference": None, "fast": "it needs rows of 16 bytes, found 12"}
 
@@ -38,3 +38,20 @@ def test_the_platform_can_be_assumed():
         assert platform() == "gpu"
         assert needs("gpu") is None
     assert platform() == "cpu"
+
+
+def test_choices_are_heard_where_somebody_listens():
+    forms = {**FORMS, "slow": None}
+    choose("before", "auto", forms, ("fast", "reference"))
+    with explaining() as choices:
+        choose("kernel", "auto", forms, ("fast", "reference"))
+        choose("kernel", "slow", forms)
+        with pytest.raises(NotImplementedError):
+            choose("kernel", "fast", forms)
+    choose("after", "auto", forms, ("fast", "reference"))
+    why = forms["fast"]
+    assert choices == [
+        Choice("kernel", "reference", {"fast": why, "slow": "it can run, but `auto` takes 'reference'"}),
+        Choice("kernel", "slow", {"reference": "it can run, but was not named", "fast": why}),
+        Choice("kernel", None, {"reference": "it can run", "fast": why, "slow": "it can run"}),
+    ]

@@ -1,61 +1,138 @@
-"""The Triton form of PB-LRU's victim search against its reference."""
+"""The Triton forms of PB-LRU against their reference, and the reference's search against numpy."""
+
+from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import pb_lru
-from pallas_kernels.pb_lru.buckets import pack, unpack
+from pallas_kernels import pb_lru, triton_call
+from pallas_kernels.pb_lru.buckets import levels, pack, summarize, unpack
 from pallas_kernels.pb_lru.shapes import CARDS, SMALL, Shape
-from tests.pallas_kernels.cuda import lower_cuda
+
+EMPTY = pb_lru.EMPTY
+rotate = jax.jit(pb_lru.rotate, static_argnames="implementation")
+touch = jax.jit(pb_lru.touch, static_argnames=("opens", "implementation"))
+forget = jax.jit(pb_lru.forget, static_argnames="implementation")
+evict = jax.jit(pb_lru.evict, static_argnums=2, static_argnames="implementation")
+find_set = jax.jit(pb_lru.find_set, static_argnums=2, static_argnames="implementation")
+needs_interpreter = pytest.mark.skipif(
+    triton_call.forms()["triton_interpret"] is not None, reason="needs Triton's interpreter"
+)
 
 
-def states(shape: Shape, count: int, seed: int):
-    """Buckets in the course of random use: hits (one slot named twice), evictions, ended requests."""
+def equal(found, expected) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def some(rng: np.random.Generator, most: int, slots: int) -> jax.Array:
+    """Neighbours or slots from all over, one of them twice, and a number behind the last slot, anywhere in padding."""
+    entries, number = np.full(most + 2, EMPTY, np.int32), rng.integers(1, most + 1)
+    first = rng.integers(0, slots)
+    chosen = np.arange(first, min(first + number, slots)) if rng.random() < 0.5 else rng.permutation(slots)[:number]
+    entries[: chosen.size] = chosen
+    entries[-2:] = chosen[0], slots
+    return jnp.asarray(rng.permutation(entries))
+
+
+def random_state(rng: np.random.Generator, shape: Shape) -> pb_lru.Buckets:
+    """Runs of neighbours in one bucket, and between them every slot in another one: words and their summaries are
+    empty, full and in between. Labels of slots that have left the ring are arbitrary."""
+    runs = rng.geometric(rng.choice([0.02, 0.2, 1.0], shape.slots))
+    bucket = np.repeat(rng.integers(0, shape.rounds + 2, shape.slots), runs)[: shape.slots]
+    words = summarize(pack(jnp.asarray(bucket == np.arange(shape.rounds + 2)[:, None])))
+    label = np.where(bucket < shape.rounds, bucket, rng.integers(0, shape.rounds, shape.slots))
+    order = np.roll(np.arange(shape.rounds), rng.integers(0, shape.rounds))
+    hand = rng.integers(0, shape.slots)
+    return pb_lru.Buckets(words, *map(jnp.asarray, (label.astype(np.uint8), np.int32(order), np.int32(hand))))
+
+
+def check_operations(shape: Shape, seed: int, form: str) -> None:
+    """Every operation in this form against the reference, in the course of a round."""
     rng = np.random.default_rng(seed)
-    state, listed = pb_lru.create(shape.slots, shape.rounds), min(shape.slots, 4 * shape.limit)
+    most = min(shape.slots, 4 * shape.limit)
 
-    @jax.jit
-    def use(state, hits, gone, evicted):
-        state = pb_lru.touch(pb_lru.rotate(state), hits)
-        state = pb_lru.forget(state, gone)
-        victims, state = pb_lru.evict(state, evicted, shape.limit)
-        return pb_lru.touch(state, victims)
+    def both(operation, *arguments, **static):
+        expected = operation(*arguments, **static, implementation="reference")
+        equal(operation(*arguments, **static, implementation=form), expected)
+        return expected
 
-    def some(most):
-        slots = np.full(listed + 1, pb_lru.EMPTY, np.int32)
-        chosen = rng.choice(shape.slots, rng.integers(0, most + 1), replace=False)
-        slots[: chosen.size] = chosen
-        slots[-1] = slots[0]
-        return jnp.asarray(rng.permutation(slots))
-
-    for _ in range(count):
-        yield state
-        state = use(state, some(listed), some(listed // 8), jnp.int32(rng.integers(0, shape.limit + 1)))
+    state = random_state(rng, shape)
+    both(rotate, state)
+    state = both(touch, state, some(rng, most, shape.slots), opens=True)
+    state = both(forget, state, some(rng, most, shape.slots))
+    for count in (0, shape.limit, 2**31 - 1):
+        both(evict, state, jnp.int32(count), shape.limit)
+    victims, state = both(evict, state, jnp.int32(rng.integers(0, shape.limit + 1)), shape.limit)
+    both(touch, state, victims)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_triton_interpreted_equals_reference(name):
-    shape, rng = SMALL[name], np.random.default_rng(3)
-    rotate = jax.jit(pb_lru.rotate)
-    evict = jax.jit(pb_lru.evict, static_argnums=2, static_argnames="implementation")
-    for state in states(shape, 6, seed=5):
-        hand = jnp.int32(rng.integers(0, shape.slots))
-        state = rotate(state)._replace(hand=hand)
-        for count in (0, int(rng.integers(0, shape.limit + 1)), shape.limit):
-            arguments = state, jnp.int32(count), shape.limit
-            found = evict(*arguments, implementation="triton_interpret")
-            expected = evict(*arguments, implementation="reference")
-            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-                np.testing.assert_array_equal(a, b)
+@pytest.fixture
+def small_programs(monkeypatch):
+    """Several programs in every launch, and several units for each, though the shapes are small."""
+    triton = pytest.importorskip("pallas_kernels.pb_lru.triton")
+    for name, value in dict(SLOTS=64, POUR=32, UNIT=4, UNITS=8, PROGRAMS=3).items():
+        monkeypatch.setattr(triton, name, value)
+    jax.clear_caches()  # they are read when a kernel is traced
+    yield triton
+    jax.clear_caches()
 
 
-def test_no_victims_wanted():
+@needs_interpreter
+@pytest.mark.parametrize(("name", "few"), list(zip(SMALL, (0, 4096, 4096, 0), strict=True)))
+def test_interpreted_equals_reference(name, few, small_programs, monkeypatch):
+    """`few`: whether one program opens a round and moves the slots, or two launches do."""
+    monkeypatch.setattr(small_programs, "FEW", few)
+    for seed in range(3):
+        check_operations(SMALL[name], seed, "triton_interpret")
+
+
+@needs_interpreter
+def test_under_vmap_it_is_the_reference():
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), pb_lru.create(40, 2))
+    slots, counts = jnp.asarray([[3, 5, EMPTY], [EMPTY, 39, 0]], jnp.int32), jnp.asarray([4, 2], jnp.int32)
+
+    def use(form, state, slots, count):
+        return pb_lru.evict(pb_lru.touch(state, slots, implementation=form), count, 5, implementation=form)
+
+    found, expected = (
+        jax.vmap(partial(use, form))(states, slots, counts) for form in ("triton_interpret", "reference")
+    )
+    equal(found, expected)
+    assert np.asarray(found[0]).tolist() == [[0, 1, 2, 4, EMPTY], [1, 2, EMPTY, EMPTY, EMPTY]]
+
+
+@pytest.mark.parametrize("form", ["reference", pytest.param("triton_interpret", marks=needs_interpreter)])
+def test_nothing_to_do(form):
     state = pb_lru.create(40, 2)
-    for implementation in ("reference", "triton_interpret"):
-        evict = jax.jit(lambda s, form=implementation: pb_lru.evict(s, jnp.int32(0), 0, implementation=form))
-        assert evict(state)[0].shape == (0,)
+    victims, after = evict(state, jnp.int32(0), 0, implementation=form)
+    assert victims.shape == (0,)
+    equal(after, state)
+    nothing = jnp.zeros(0, jnp.int32)
+    equal(touch(state, nothing, implementation=form), state)
+    equal(forget(state, nothing, implementation=form), state)
+    equal(touch(state, nothing, opens=True, implementation=form), rotate(state, implementation="reference"))
+
+
+def bitmaps():
+    rng = np.random.default_rng(0)
+    for bits, share in ((1, 1.0), (31, 0.5), (32, 1.0), (33, 0.0), (1000, 0.02), (1025, 0.5), (5000, 0.7)):
+        yield rng.random(bits) < share
+
+
+@pytest.mark.parametrize("form", ["reference", pytest.param("triton_interpret", marks=needs_interpreter)])
+def test_set_bits_are_found(form, small_programs):
+    for members in bitmaps():
+        at = np.flatnonzero(members)
+        for count, limit in ((members.size, members.size), (at.size // 2, at.size // 2 + 3), (5, 2)):
+            found, number = find_set(pack(jnp.asarray(members)), jnp.int32(count), limit, implementation=form)
+            expected = np.full(limit, EMPTY)
+            expected[: min(count, limit, at.size)] = at[: min(count, limit)]
+            np.testing.assert_array_equal(found, expected)
+            assert int(number) == at.size
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 100, 1024, 1025])
@@ -68,29 +145,34 @@ def test_pack_and_unpack(n):
     np.testing.assert_array_equal(np.unpackbits(octets, axis=1, bitorder="little")[:, :n], mask)
 
 
+@pytest.mark.parametrize("n", [1, 32, 33, 1024, 1025, 32769])
+def test_each_level_starts_a_line(n):
+    found = levels(n)
+    assert found[0] == (0, -(-n // 32))
+    assert found[-1].width == 1
+    for below, above in pairwise(found):
+        assert above.width == -(-below.width // 32)
+        assert above.start % 32 == 0
+        assert 0 <= above.start - below.start - below.width < 32
+
+
 def test_the_triton_form_needs_a_gpu():
     with pytest.raises(NotImplementedError, match="'triton' cannot run: it needs platform 'gpu', found 'cpu'"):
         pb_lru.evict(pb_lru.create(40, 2), jnp.int32(1), 4, implementation="triton")
-
-
-@pytest.mark.parametrize("name", [*CARDS, *SMALL])
-def test_triton_lowers_for_cuda(name):
-    shape = {**CARDS, **SMALL}[name]
-    state = jax.eval_shape(lambda: pb_lru.create(shape.slots, shape.rounds))
-    count = jax.ShapeDtypeStruct((), jnp.int32)
-    text = lower_cuda(lambda s, c: pb_lru.evict(s, c, shape.limit, implementation="triton"), state, count)
-    assert text.count("triton") >= 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*SMALL, *CARDS])
 def test_triton_equals_reference_on_a_gpu(name):
     shape = {**CARDS, **SMALL}[name]
-    rotate = jax.jit(pb_lru.rotate)
-    evict = jax.jit(pb_lru.evict, static_argnums=2, static_argnames="implementation")
-    for state in states(shape, 40, seed=6):
-        arguments = rotate(state), jnp.int32(shape.limit), shape.limit
-        found = evict(*arguments, implementation="triton")
-        expected = evict(*arguments, implementation="reference")
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(a, b)
+    for seed in range(8):
+        check_operations(shape, seed, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.0, 1e-4, 0.03, 1.0])
+def test_triton_finds_set_bits_on_a_gpu(share):
+    words = pack(jnp.asarray(np.random.default_rng(0).random(4_200_001) <= share))
+    for count, limit in ((131072, 131072), (1000, 40000), (2**31 - 1, 4_200_001)):
+        arguments = words, jnp.int32(count), limit
+        equal(*(find_set(*arguments, implementation=form) for form in ("triton", "reference")))

@@ -5,12 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import pb_lru
+from pallas_kernels import pb_lru, triton_call
 from tests.policies.set_buckets import SetBuckets, check
 from ula_jax.policies import LRU, PBLRU, Touch
 from ula_jax.types import EMPTY
 
 ROUNDS = 220
+
+needs_interpreter = pytest.mark.skipif(
+    triton_call.forms()["triton_interpret"] is not None, reason="needs Triton's interpreter"
+)
 
 
 def pad(slots, n):
@@ -28,7 +32,18 @@ def skewed(rng, size, k):
 @pytest.mark.parametrize("rounds", [1, 2, 3, 8])
 def test_equals_sets(rounds, size, limit):
     """A pool under a skewed load of twice its size, with requests that end."""
-    policy, model, rng = PBLRU(rounds), SetBuckets(size, rounds), np.random.default_rng(rounds)
+    _play_against_sets(PBLRU(rounds), size, limit, turns=ROUNDS)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("rounds", "size", "limit"), [(1, 33, 12), (3, 1100, 90)])
+def test_the_triton_form_equals_sets(rounds, size, limit):
+    _play_against_sets(PBLRU(rounds, "triton_interpret"), size, limit, turns=20)
+
+
+def _play_against_sets(policy, size, limit, turns):
+    rounds = policy.rounds
+    model, rng = SetBuckets(size, rounds), np.random.default_rng(rounds)
 
     @jax.jit
     def use(state, gone, hits, count):
@@ -38,7 +53,7 @@ def test_equals_sets(rounds, size, limit):
     insert = jax.jit(lambda state, slots: policy.touch(state, Touch(slots, inserted=True)))
     state = policy.init(size)
     slot_of: dict[int, int] = {}
-    for t in range(ROUNDS):
+    for t in range(turns):
         gone = []
         if t % 17 == 5:
             ended = rng.choice(sorted(slot_of), len(slot_of) // 5, replace=False).tolist()
@@ -59,6 +74,7 @@ def test_equals_sets(rounds, size, limit):
         model.touch(expected)
         state = insert(state, victims)
         check(state, model)
+        policy.audit(state, np.isin(np.arange(size), list(slot_of.values())))
         assert model.ring[model.cursor] == {slot_of[address] for address in wanted}
         assert sum(map(len, model.buckets())) == size
     ring = dict(zip(range(rounds + 2), model.buckets(), strict=True))
@@ -88,9 +104,10 @@ def test_a_ring_longer_than_the_run_is_exact_lru():
         np.testing.assert_array_equal(exact, bucketed)
 
 
-def test_the_hand_goes_on_where_it_stopped():
+@pytest.mark.parametrize("form", ["reference", pytest.param("triton_interpret", marks=needs_interpreter)])
+def test_the_hand_goes_on_where_it_stopped(form):
     """Cold slots 0..39; asked for 10 at a time they go round, though 0..9 turn cold again meanwhile."""
-    policy = PBLRU(rounds=1)
+    policy = PBLRU(1, form)
 
     @jax.jit
     def one_round(state):

@@ -113,8 +113,10 @@ class Harness:
         self.release = donating(over(self._release, in_specs=(P(AXIS), by_rank), out_specs=P(AXIS)))
 
     def _smallest(self):
+        """Budget and capacity that hold every request, and the rows that one step of a Story may need."""
         spec, need = self.spec, self.requests * self.spec.max_context
-        row = spec.row_bytes
+        row, room = spec.row_bytes, self.requests * spec.rows_needed(spec.max_context)
+        owners = self.devices if self.tp else 1
         for device in range(1, need + 1):
             for host in sorted({0, max(0, need // self.placement.striping.devices - device), need}):
                 budget = Budget(device * row, host * row)
@@ -122,7 +124,9 @@ class Harness:
                     capacity = self.placement.capacity(spec, budget)
                 except ValueError:
                     continue
-                if capacity.addresses >= need and capacity.fits([spec.max_context] * self.requests):
+                # Stories count what a step needs by owner, as striping deals rows; who does not stripe needs all of it.
+                enough = capacity.working_set is None or capacity.working_set * capacity.stripe >= room * owners
+                if enough and capacity.addresses >= need and capacity.fits([spec.max_context] * self.requests):
                     return budget, capacity
         raise AssertionError(f"no budget found for {self.placement}")
 
@@ -203,7 +207,7 @@ class World:
         rows = rows or [random_rows(self.rng, h.spec.row.name, new.size) for _ in range(LAYERS)]
         query = self.rng.standard_normal((LAYERS, *shape, HEADS, LATENT + ROPE)).astype(np.float32)
 
-        before = [self.locations(group) for group in self.groups]
+        before = [(self.locations(group), self.on_host(group)) for group in self.groups]
         ranked, margins = self._rank_rows(selected, new)
         lanes = [tuple(lane.reshape(h.ranks, -1, lane.shape[-1]) for lane in words) for words, _ in rows]
         self.groups, *found = h.step(
@@ -215,7 +219,9 @@ class World:
             for layer in layers:
                 self._compare(layer, selected[group], words[layer], outputs[layer], query[layer])
             for device in range(h.devices):
-                self._compare_counters(device, before[group][device], selected[group], new, counters[device, group])
+                was, held = (table[device] for table in before[group])
+                arrived = np.sum(self.on_host(self.groups[group])[device] & ~held)
+                self._compare_counters(device, was, arrived, selected[group], new, counters[device, group])
         self.outputs.append(outputs)
         if len(self.outputs) % self.every == 0:
             self.check()
@@ -244,6 +250,14 @@ class World:
     def locations(self, group):
         """What each device knows: location [devices, addresses of one stripe]."""
         return np.asarray(group.mapping.location)
+
+    def on_host(self, group):
+        """Addresses whose row each device's host pool holds: bool [devices, addresses of one stripe]."""
+        devices, addresses = group.mapping.location.shape
+        found = np.zeros((devices, addresses), bool)
+        device, slot = np.nonzero(np.asarray(group.mapping.host_address) >= 0)
+        found[device, np.asarray(group.mapping.host_address)[device, slot]] = True
+        return found
 
     def resident(self, group=0, device=0):
         """Addresses whose row is in a slot of the device, in all of its pool."""
@@ -297,7 +311,7 @@ class World:
             np.testing.assert_allclose(outputs[0][device], output, atol=1e-5)
             np.testing.assert_allclose(outputs[1][device], lse, atol=1e-5)
 
-    def _compare_counters(self, device, location, selected, new, counters):
+    def _compare_counters(self, device, location, arrived, selected, new, counters):
         rank, stripe, slots = self._rank(device), self.h.stripe, self.h.capacity.device_slots
         entries = selected[rank][selected[rank] >= 0]
         own = entries[entries % stripe == device % stripe]
@@ -315,11 +329,10 @@ class World:
         else:
             hits = int((location[stored // stripe] >= 0).sum())
             assert (found.unique, found.hits) == (len(stored), hits)
-            if self.h.placement.exclusive:
+            if self.h.capacity.quotas is None:
                 occupied, arriving = int((location >= 0).sum()), len(stored) - hits + len(fresh) + found.prefetched
-                assert found.evictions == found.written_back == max(0, occupied + arriving - slots)
-        if not self.h.placement.exclusive:
-            assert found.written_back == len(fresh)
+                assert found.evictions == max(0, occupied + arriving - slots)
+        assert found.written_back == arrived
 
 
 def _squeeze(tree):

@@ -8,7 +8,7 @@ import pytest
 from tests.ula_jax.engines import Recorder, documents, greedy, make_engine, small_model
 from ula_jax.metrics import Totals
 from ula_jax.parallel import Parallel
-from ula_jax.placements import GpuOnly, HiSparse, Ula
+from ula_jax.placements import GpuOnly, HiSparse, ResidentHot, Ula
 from ula_jax.spec import Budget, Capacity, KVSpec
 
 PROMPT, NEW, TOPK = 24, 224, 16
@@ -32,6 +32,16 @@ class TightUla(Ula):
         host = 1600 - (1600 + self.device_slots) % spec.page_size
         addresses = (self.device_slots + host) * stripe
         return Capacity(spec, ranks, addresses, self.device_slots, host, stripe)
+
+
+@dataclass(frozen=True)
+class TightResidentHot(ResidentHot):
+    """Likewise."""
+
+    device_slots: int = 0
+
+    def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
+        return Capacity(spec, self.parallel.ranks, 1600, self.device_slots, 1600)
 
 
 def decode(mode: str, devices: int, rows: str, placement):
@@ -67,6 +77,11 @@ def test_logits_equal_gpu_only_bit_for_bit(mode, devices, rows):
     assert engine.runner.capacity.device_slots * devices <= 1.5 * union
     _assert_evicts(engine.totals["decode"], NEW)
     _assert_same_bits(expected, found)
+
+    if rows == "fp8" and (mode, devices) != ("tp", 2):  # there each device needs all that is selected, and not half
+        found, engine, _ = decode(mode, devices, rows, TightResidentHot(parallel, device_slots=slots))
+        _assert_evicts(engine.totals["decode"], NEW)
+        _assert_same_bits(expected, found)
 
     found, engine, _ = decode(mode, devices, rows, HiSparse(parallel, buffer=23))
     assert 23 <= 1.5 * TOPK  # noqa: SIM300

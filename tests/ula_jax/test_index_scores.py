@@ -1,4 +1,4 @@
-"""Lightning-indexer scores against float64, and striped over devices against a loop over positions."""
+"""Index keys as they are stored and scored, on one device and striped over several, against a loop over positions."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.index_scores import index_scores
+from pallas_kernels.index_scores import numbers
 from ula_jax import index_keys
+from ula_jax.index_keys import KeyFormat
 from ula_jax.parallel import Parallel, make_mesh
 from ula_jax.striping import Striping
 
@@ -27,36 +28,52 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_scores_equal_float64(dtype):
-    query, weights = normal(2, 3, HEADS, DIM), normal(2, 3, HEADS, seed=1)
-    keys = np.asarray(jnp.asarray(normal(2, 40, DIM, seed=2)).astype(dtype).astype(jnp.float32))
-    found = jax.jit(index_scores)(jnp.asarray(query), jnp.asarray(weights), jnp.asarray(keys).astype(dtype))
-    expected = np.stack([scores64(query[b], weights[b], keys[b]) for b in range(2)])
-    assert found.dtype == jnp.float32
-    assert (expected < 0).any()  # weights may be negative; relu comes before them
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp8"])
+def test_what_a_key_is_stored_as(name):
+    fmt, new = KeyFormat(name, DIM), normal(40, DIM, seed=2)
+    new[3] = 0
+    new[4] *= 1e6
+    keys = jax.jit(fmt.pack)(new)
+    assert sum(lane.nbytes for lane in keys) == 40 * fmt.nbytes == 40 * {"fp32": 64, "bf16": 32, "fp8": 20}[name]
+    assert [(lane.shape, lane.dtype) for lane in fmt.init(40)] == [(lane.shape, lane.dtype) for lane in keys]
+    found = np.asarray(numbers(keys))
+    assert not found[3].any()
+    if name == "fp8":
+        codes, scales = (np.asarray(lane, np.float32) for lane in keys)
+        np.testing.assert_allclose(scales, np.where(np.arange(40) == 3, 1, np.abs(new).max(1) / 448), rtol=1e-6)
+        assert (np.abs(codes).max(1) == np.where(np.arange(40) == 3, 0, 448)).all()
+    # Half a unit in the last place; of the smallest fp8 numbers, which have no more exponent, 2^-10 of a scale.
+    bound = {"fp32": 0, "bf16": 2.0**-8, "fp8": 2.0**-4}[name] * np.abs(new)
+    bound = np.maximum(bound, 2.0**-10 * np.abs(new).max(1, keepdims=True) / 448 if name == "fp8" else 0)
+    assert (np.abs(found - new) <= bound * 1.00001).all()
 
 
-def striped(devices, tables, steps):
+def test_a_model_without_an_indexer_stores_no_keys():
+    assert KeyFormat("fp8", 0).nbytes == 0
+    assert KeyFormat("fp8", 0).init(40) == ()
+
+
+def striped(devices, fmt, tables, steps, lengths):
     """Append keys step by step to shards on `devices`, then score: [devices, batch, steps, length] and the shards."""
     striping, mesh = Striping(devices), make_mesh(devices)
 
     def body(keys):
-        rank, keys = jax.lax.axis_index("kv"), keys[0]
+        rank, keys = jax.lax.axis_index("kv"), jax.tree.map(lambda lane: lane[0], keys)
         for addresses, new in steps:
-            keys = index_keys.append(keys, jnp.asarray(addresses), jnp.asarray(new), striping, rank)
+            keys = index_keys.append(fmt, keys, jnp.asarray(addresses), jnp.asarray(new), striping, rank)
         query, weights = jnp.asarray(normal(2, 1, HEADS, DIM)), jnp.asarray(normal(2, 1, HEADS, seed=1))
-        parallel = Parallel("tp", devices)
-        return index_keys.scores(keys, jnp.asarray(tables), PAGE, query, weights, striping, parallel)[None], keys[None]
+        scores = index_keys.scores(
+            keys, jnp.asarray(tables), PAGE, query, weights, jnp.asarray(lengths), striping, Parallel("tp", devices)
+        )
+        return scores[None], jax.tree.map(lambda lane: lane[None], keys)
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("kv"), out_specs=P("kv"), check_vma=False)
-    empty = np.zeros((devices, 64 // devices, DIM), np.float32)
+    empty = jax.tree.map(lambda lane: lane.reshape(devices, -1, *lane.shape[1:]), fmt.init(64))
     return jax.tree.map(np.asarray, jax.jit(mapped)(empty))
 
 
-@pytest.mark.parametrize("devices", [1, 4, 8])
-def test_f17_striped_keys_equal_unstriped_ones(devices):
+@pytest.mark.parametrize(("devices", "rows"), [(1, "fp8"), (4, "fp8"), (8, "fp32"), (8, "bf16"), (8, "fp8")])
+def test_f17_striped_keys_equal_unstriped_ones(devices, rows):
     """Two requests on scattered pages, one shorter than its table; a step writes one of them and padding."""
     tables = np.array([[5, 0, 6, -1], [2, 7, -1, -1]], np.int32)
     address = [[t * PAGE + i for t in row if t >= 0 for i in range(PAGE)] for row in tables.tolist()]
@@ -64,44 +81,51 @@ def test_f17_striped_keys_equal_unstriped_ones(devices):
     first[0, :20], first[1, :9] = address[0][:20], address[1][:9]
     second = np.array([[address[0][20]], [-1]], np.int32)
     steps = [(first, normal(2, 20, DIM, seed=3)), (second, normal(2, 1, DIM, seed=4))]
-    table = np.zeros((64, DIM), np.float32)
+    fmt, table = KeyFormat(rows, DIM), np.zeros((64, DIM), np.float32)
     for addresses, new in steps:
         for at, key in zip(addresses.reshape(-1), new.reshape(-1, DIM), strict=True):
             if at >= 0:
-                table[at] = key
+                table[at] = numbers(jax.jit(fmt.pack)(key[None]))[0]
 
-    scores, keys = striped(devices, tables, steps)
-    np.testing.assert_array_equal(keys.transpose(1, 0, 2).reshape(64, DIM), table)  # address t is t // P of t % P
+    lengths = np.array([[21], [9]], np.int32)
+    scores, keys = striped(devices, fmt, tables, steps, lengths)
+    found = np.asarray(numbers(tuple(jnp.asarray(lane.swapaxes(0, 1)) for lane in keys)))
+    np.testing.assert_array_equal(found.reshape(64, DIM), table)  # address t is t // P of t % P
     query, weights = normal(2, 1, HEADS, DIM), normal(2, 1, HEADS, seed=1)
     for device in range(devices):
-        for b, held in enumerate(address):
-            expected = scores64(query[b], weights[b], table[held])
-            np.testing.assert_allclose(scores[device, b, :, : len(held)], expected, atol=2e-6)
-            assert not scores[device, b, :, len(held) :].any()  # no page: key 0, score 0
+        for b, length in enumerate(lengths[:, 0]):
+            expected = scores64(query[b], weights[b], table[address[b][:length]])
+            np.testing.assert_allclose(scores[device, b, :, :length], expected, atol=2e-6)
+            assert (scores[device, b, :, length:] == -np.inf).all()
     for device in range(1, devices):  # or devices would select different rows
         np.testing.assert_array_equal(scores[device], scores[0])
-    np.testing.assert_allclose(scores[0], striped(1, tables, steps)[0][0], atol=2e-6)
+    np.testing.assert_allclose(scores[0], striped(1, fmt, tables, steps, lengths)[0][0], atol=2e-6)
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128])
 @pytest.mark.parametrize("steps", [1, 5])
-def test_a_striped_score_has_the_bits_of_an_unstriped_one(dim, steps):
+@pytest.mark.parametrize("rows", ["fp32", "fp8"])
+def test_a_striped_score_has_the_bits_of_an_unstriped_one(dim, steps, rows):
     """A device with a stripe of the keys and one with all of them: or near ties would be broken differently."""
     pages, devices = 32, 8
     table = jnp.asarray(np.random.default_rng(0).permutation(pages)[None], jnp.int32)
-    keys = normal(pages * PAGE, dim, seed=2)
+    keys = KeyFormat(rows, dim).pack(jnp.asarray(normal(pages * PAGE, dim, seed=2)))
     query, weights = jnp.asarray(normal(1, steps, HEADS, dim)), jnp.asarray(normal(1, steps, HEADS, seed=1))
+    lengths = jnp.full((1, steps), pages * PAGE - 3, jnp.int32)
 
     def score(striping):
         def body(shard):
+            mine = jax.tree.map(lambda lane: lane[0], shard)
             return index_keys.scores(
-                shard[0], table, PAGE, query, weights, striping, Parallel("tp", devices)
+                mine, table, PAGE, query, weights, lengths, striping, Parallel("tp", devices)
             )[None]  # fmt: skip
 
-        shards = keys.reshape(-1, striping.devices, dim).swapaxes(0, 1)
-        shards = np.broadcast_to(shards, (devices, *shards.shape[1:])) if striping.devices == 1 else shards
+        def shards(lane):
+            parts = lane.reshape(-1, striping.devices, *lane.shape[1:]).swapaxes(0, 1)
+            return jnp.broadcast_to(parts, (devices, *parts.shape[1:]))
+
         mapped = jax.shard_map(body, mesh=make_mesh(devices), in_specs=P("kv"), out_specs=P("kv"), check_vma=False)
-        return np.asarray(jax.jit(mapped)(shards))
+        return np.asarray(jax.jit(mapped)(jax.tree.map(shards, keys)))
 
     whole, striped = score(Striping(1)), score(Striping(devices))
     np.testing.assert_array_equal(whole.view(np.uint32), striped.view(np.uint32))

@@ -91,6 +91,53 @@ def test_random_moves_equal_a_dictionary(seed):
     assert min(moves.values()) > 5
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_rounds_of_finding_and_moving_equal_a_dictionary(seed):
+    """Rows are stored, selected by several requests at once and dropped, with both tiers full in between."""
+    rng = np.random.default_rng(seed)
+    find, move, drop = jax.jit(maps.find), jax.jit(maps.move), jax.jit(maps.drop)
+    mapping, device, host, full, moved = maps.init(ADDRESSES, DEVICE, HOST), {}, {}, 0, 0
+    for _ in range(80):
+        unknown = sorted(set(range(ADDRESSES)) - set(device) - set(host))
+        room = DEVICE + HOST - len(device) - len(host)
+        new = rng.permutation(unknown)[: min(room, int(rng.integers(0, 3)))].tolist()
+        needed = rng.permutation(sorted({**device, **host}))[: DEVICE - len(new)].tolist()
+        selected = rng.permutation(needed + new + needed[:2] + [-1]).tolist()
+        found = find(mapping, ints(*selected, *[-1] * (12 - len(selected))), padded(new, rng))
+        assert found.slots.tolist() == padded_behind([device[a] for a in needed if a in device], found.slots, sort=True)
+        arriving = new + sorted((a for a in needed if a in host), key=host.__getitem__)
+        assert found.arriving.tolist() == padded_behind(arriving, found.arriving)
+
+        free = sorted(set(range(DEVICE)) - set(device.values()))
+        idle = [device[a] for a in rng.permutation(sorted(set(device) - set(needed)))]
+        given = (free + idle)[: len(arriving)]
+        slots = ints(*padded_behind(given, found.arriving))
+        moves, mapping, _ = move(mapping, found.arriving, found.source, slots, found.counts)
+        left = {slot: a for a, slot in device.items() if slot in given}
+        device = {a: s for a, s in device.items() if a not in left.values()} | dict(zip(arriving, given, strict=True))
+        host = {a: s for a, s in host.items() if a not in arriving}
+        refuges = {v: r for v, r in zip(moves.victim.tolist(), moves.refuge.tolist(), strict=True) if v >= 0}
+        assert set(refuges) == set(left)
+        host |= {left[slot]: refuge for slot, refuge in refuges.items()}
+        matches(mapping, device, host)
+        full, moved = full + (len(host) == HOST), moved + len(left)
+
+        if rng.random() < 0.1:
+            gone = rng.permutation(sorted({**device, **host}))[:WIDTH].tolist()
+            mapping = drop(mapping, padded(gone, rng))[1]
+            device = {a: s for a, s in device.items() if a not in gone}
+            host = {a: s for a, s in host.items() if a not in gone}
+            matches(mapping, device, host)
+        places, _ = maps.slots_of(mapping, ints(*range(-1, ADDRESSES)), ints(-1))
+        assert places.tolist() == [-1, *(device.get(a, -1) for a in range(ADDRESSES))]
+    assert full > 5
+    assert moved > 50
+
+
+def padded_behind(values, like, sort=False):
+    return [*(sorted(values) if sort else values), *[-1] * (like.size - len(values))]
+
+
 def test_the_free_stack_hands_out_ascending_slots_and_reuses_the_last_freed():
     mapping = maps.init(8, 2, 4)
     slots, mapping = maps.take_host(mapping, jnp.array([True, False, True, True]))

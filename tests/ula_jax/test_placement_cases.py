@@ -101,13 +101,14 @@ def test_f11_one_compiled_step_writes_every_row_and_fills_the_capacity(kind):
 @every_placement
 @pytest.mark.parametrize("layout", [("dp", 2, "fp8"), ("tp", 2, "fp8")], ids=["dp2", "tp2"])
 def test_residency_counts_every_copy_of_a_row(kind, layout):
-    """Eight tokens on every rank: UlaCache stores each row once, the others once or twice on each device."""
+    """Eight tokens on every rank: UlaCache stores each row once, the others once or, if the host always has a copy,
+    twice on each device."""
     world = World(harness(*kind, *layout))
     for address in range(8):
         world.step([{0: Want.same([address], new=[address])}] * world.h.ranks, steps=1 if layout[0] == "tp" else 2)
     live = [np.arange(8, dtype=np.int32)] * world.h.ranks
     found = verify.residency(world.h.placement, world.state, live, world.h.spec)
-    copies = {"gpu_only": 1, "hisparse": 2, "ula": 1}[kind[0]]
+    copies = {"gpu_only": 1, "hisparse": 2, "resident_hot": 1, "ula": 1}[kind[0]]
     if layout[0] == "tp" and kind[0] != "ula":
         copies *= 2
     assert found.distinct == 8 * world.h.ranks * LAYERS

@@ -90,3 +90,13 @@ def test_layouts_that_cannot_be(unchecked):
     with pytest.raises(ValueError, match=r"expected 1 to 8.*found 9.*device_count=9"):
         make_mesh(9)
     assert make_mesh(4).shape == {"kv": 4}
+
+
+def test_a_platform_that_is_not_here_is_named(monkeypatch):
+    def nothing():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr("jax.devices", nothing)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ValueError, match=r"JAX_PLATFORMS='cuda', found none \(Unable to init.*set JAX_PLATFORMS=cpu"):
+        make_mesh(1)

@@ -1,13 +1,14 @@
 """Sizes and capacities against numbers worked out by hand."""
 
 import itertools
+import re
 from dataclasses import replace
 
-import jax.numpy as jnp
 import pytest
 
 from ula_jax.parallel import Parallel
 from ula_jax.placements import PLACEMENTS, make_placement
+from ula_jax.placements.base import fitting
 from ula_jax.rows import RowFormat
 from ula_jax.spec import Budget, Capacity, KVSpec
 
@@ -17,10 +18,12 @@ SPEC = KVSpec(((0,), (1, 2)), RowFormat("bf16", 8, 4), topk=8, index_dim=16, pag
 
 def test_sizes_of_one_token():
     assert (SPEC.num_layers, SPEC.table_width, SPEC.row_bytes, SPEC.index_bytes) == (3, 4, 72, 64)
-    assert SPEC.index_dtype == jnp.bfloat16
     exact = KVSpec(SPEC.groups, RowFormat("fp32", 8, 4), 8, 16, 16, 65)
     assert (exact.table_width, exact.row_bytes, exact.index_bytes) == (5, 144, 128)
-    assert KVSpec(SPEC.groups, SPEC.row, 64, 0, 16, 64).index_bytes == 0
+    small = KVSpec(SPEC.groups, RowFormat("fp8", 8, 4), 8, 16, 16, 64)
+    assert (small.row_bytes, small.index_bytes) == (60, 40)  # codes and a scale
+    for rows in ("fp32", "bf16", "fp8"):
+        assert KVSpec(SPEC.groups, RowFormat(rows, 8, 4), 64, 0, 16, 64).index_bytes == 0
 
 
 def test_spec_of_a_model():
@@ -34,6 +37,7 @@ def test_spec_of_a_model():
 
     sparse = KVSpec.of(Model(), rows="fp8", page_size=64, max_context=131072)
     assert (sparse.topk, sparse.index_dim, sparse.row.nbytes, sparse.row_bytes) == (2048, 128, 656, 1968)
+    assert sparse.index_bytes == 2 * 132
     assert KVSpec.of(Model(), max_context=100).topk == 100
     dense = KVSpec.of(Dense(), max_context=100)
     assert (dense.topk, dense.index_dim) == (100, 0)
@@ -105,6 +109,36 @@ def test_ula_leaves_host_rows_unused_that_no_step_could_reach():
     assert (striped.device_slots, striped.host_slots, striped.addresses) == (146, 0, 8 * 146)
 
 
+@pytest.mark.parametrize(("mode", "ranks"), [("tp", 1), ("dp", 8)])
+def test_resident_hot_holds_what_the_host_holds_or_else_what_the_device_does(mode, ranks):
+    """200 host rows are twelve pages, the keys of which leave 107 rows of 20,000 device bytes. Of 1000 host rows 269
+    (sixteen pages) could all be decoded: a selection of nine in 50 rows for each context of 64. 147 rows fit beside
+    their keys: a host of 150 holds no page more."""
+    placement = make_placement("resident_hot", Parallel(mode, 8))
+    found = placement.capacity(SPEC, Budget(device=20_000, host=200 * 72))
+    assert found == Capacity(SPEC, ranks, addresses=192, device_slots=107, host_slots=192, working_set=107)
+    more = placement.capacity(SPEC, Budget(device=20_000, host=1000 * 72))
+    assert more == Capacity(SPEC, ranks, addresses=256, device_slots=50, host_slots=256, working_set=50)
+    assert more.requests(64) == 256 // 64 * ranks
+    for host in (0, 100, 150):
+        alone = placement.capacity(SPEC, Budget(device=20_000, host=host * 72))
+        assert alone == Capacity(SPEC, ranks, addresses=144, device_slots=144, host_slots=0)
+
+
+@pytest.mark.parametrize("name", ["hisparse", "resident_hot", "ula"])
+def test_more_host_memory_never_refuses_what_less_allows(name):
+    """Keys of host rows leave the device room for a selection."""
+    placement = make_placement(name, Parallel("dp", 1))
+    for device in range(600, 8000, 72):
+        held = []
+        for host in (0, 20, 64, 10_000):
+            try:
+                held.append(placement.capacity(SPEC, Budget(device, host * 72)).addresses)
+            except ValueError:
+                held.append(0)
+        assert held == sorted(held), f"{device} device bytes"
+
+
 def test_f18_a_stripe_holds_what_one_rank_cannot():
     spec = KVSpec(((0,),), RowFormat("bf16", 8, 4), topk=8, index_dim=0, page_size=4, max_context=320)
     found = make_placement("ula", Parallel("tp", 4)).capacity(spec, Budget(device=20 * 24, host=80 * 24))
@@ -142,6 +176,42 @@ def test_a_budget_below_one_page_or_one_selection_is_refused(name, rows):
     spec = KVSpec(SPEC.groups, SPEC.row, 8 if rows < 9 else 4, 0, 16, 64)
     with pytest.raises(ValueError, match=f"{name}: .*budget"):
         make_placement(name, Parallel("dp", 1)).capacity(spec, Budget(rows * 72))
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_budget_that_is_too_small_is_refused_with_settings_that_fit(name):
+    """Each of them, and none of its neighbours."""
+    placement, spec = make_placement(name, Parallel("tp", 2)), replace(SPEC, page_size=2)
+    budget = Budget(device=700, host=64 * 72)
+    with pytest.raises(ValueError, match=r"^[^(]*: .*expected [^(]*, found [^(]* \(what would fit: [^(]*\)$") as error:
+        fitting(placement, spec, budget)
+    ways = str(error.value).partition("what would fit: ")[2]
+    context, device = int(ways.split()[1].strip(",")), int(re.findall(r"(\d+) device bytes", ways)[0])
+
+    def fits(context=spec.max_context, device=budget.device):
+        try:
+            return placement.capacity(replace(spec, max_context=context, topk=min(8, context)), Budget(device, 64 * 72))
+        except ValueError:
+            return None
+
+    assert fits(context=context)
+    assert not fits(context=context + 1)
+    assert fits(device=device)
+    assert not fits(device=device - 1)
+
+
+def test_settings_that_no_memory_mends_are_refused_as_they_are():
+    with pytest.raises(ValueError, match=r"found 16; use 15$"):
+        fitting(make_placement("ula", Parallel("tp", 3)), SPEC, Budget(10**6))
+
+
+def test_the_longest_request():
+    sizes = dict(addresses=48, device_slots=20, host_slots=28)
+    assert Capacity(SPEC, 1, **sizes).longest == 48
+    assert Capacity(SPEC, 1, **sizes, working_set=9).longest == 48
+    assert Capacity(SPEC, 1, **sizes, working_set=8).longest == 8
+    assert Capacity(SPEC, 1, **sizes, working_set=7).longest == 7
+    assert Capacity(SPEC, 1, **sizes, quotas=0).longest == 0
 
 
 def test_errors_say_what_to_do():

@@ -14,6 +14,7 @@ CASES = {
     "ula-dp": ("ula", None, "dp", 1, "fp32"),
     "ula-tp": ("ula", None, "tp", 2, "bf16"),
     "hisparse-dp": ("hisparse", None, "dp", 1, "fp32"),
+    "resident_hot-dp": ("resident_hot", None, "dp", 1, "fp32"),
 }
 seeds = st.integers(0, 2**32 - 1)
 

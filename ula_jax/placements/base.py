@@ -1,11 +1,13 @@
 """The interface of a placement: where rows are stored, and how a step reaches those that attention reads.
 
 The two rules that carry everything: a placement is a pure function of a pytree state, and it may never change *what*
-attention reads, only *where*. A fetch-style placement hands its rows to `attend_rows`, the one attention function,
-in selection order; the barrier there keeps XLA from fusing a placement's gather into the arithmetic.
+attention reads, only *where*. Attention is one function, `sparse_mla`: a placement points it at rows in its pool, in
+selection order (`attend_slots`), or hands it the rows (`attend_rows`).
 """
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -18,10 +20,13 @@ from ula_jax.pool import Group
 from ula_jax.rows import RowFormat
 from ula_jax.spec import Budget, Capacity, KVSpec
 from ula_jax.striping import Striping
-from ula_jax.types import Array, Bool, Float32, Int32, Lanes, Scalar
+from ula_jax.types import EMPTY, Array, Bool, Float32, Int32, Lanes, Scalar
+
+MOST_BYTES = 2**44
+"""More memory than any machine has: no setting beyond it is proposed."""
 
 
-@pytree()
+@pytree(meta=("resident",))
 @dataclass(frozen=True)
 class Selection:
     """What one layer group needs in this step. `batch` are requests, `steps` their tokens in this step."""
@@ -37,6 +42,9 @@ class Selection:
     wants to see (`policies.base.depth`), none if it does not look at scores."""
     margins: Float32[Array, "batch depth"]
     """Index scores of `ranked` minus the lowest selected score."""
+    resident: bool = False
+    """The caller knows that no row of this history is on the host, and that the new ones fit the device beside the
+    others. Nothing then moves, and a placement may leave out all that only prepares for it."""
 
 
 @pytree(meta=("in_place",))
@@ -113,7 +121,8 @@ class Placement(Protocol):
 
     @property
     def exclusive(self) -> bool:
-        """Whether a device and its host pool never hold the same row."""
+        """Whether a device and its host pool never hold the same row. Of placements for which they may, the host holds
+        every row, unless `write_back` (optional) says that new rows are written to the device alone."""
         ...
 
     def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
@@ -141,11 +150,19 @@ class Placement(Protocol):
         ...
 
 
+def attend_slots(query: Query, pool: Lanes, layer: int, slots: Int32[Array, "batch steps topk"]) -> Attended:
+    """Attention over rows of one layer of a pool on the device, in selection order, read where they lie."""
+    return Attended(*sparse_mla(query.vectors, pool, layer, slots, query.row, scale=query.scale))
+
+
 def attend_rows(query: Query, rows: Lanes, valid: Bool[Array, "batch steps topk"]) -> Attended:
-    """Attention over rows [batch * steps * topk, words] in selection order, whatever place they were read from."""
-    rows = jax.lax.optimization_barrier(rows)
-    numbers = query.row.unpack(rows).reshape(*valid.shape, query.row.width)
-    return Attended(*sparse_mla(query.vectors, numbers, valid, scale=query.scale, latent=query.row.latent))
+    """Attention over rows [batch * steps * topk, words] in selection order, whatever place they were read from.
+
+    As a pool of one layer they go through the same kernel as rows that are read in place, to the same bits.
+    """
+    pool = tuple(row[None] for row in jax.lax.optimization_barrier(rows))
+    slots = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
+    return attend_slots(query, pool, 0, jnp.where(valid, slots, EMPTY))
 
 
 def check_room(name: str, found: int, spec: KVSpec, budget: Budget) -> None:
@@ -155,8 +172,47 @@ def check_room(name: str, found: int, spec: KVSpec, budget: Budget) -> None:
         raise ValueError(
             f"{name}: budget too small for one request's selection: expected device memory for at least {least} rows "
             f"of {spec.row_bytes} bytes beside the index keys, found room for {max(found, 0)} in {budget.device} "
-            f"bytes; raise the device budget to about {least * (spec.row_bytes + spec.index_bytes)} bytes or more"
+            "bytes; raise the device budget or lower max_context"
         )
+
+
+def fitting(placement: Placement, spec: KVSpec, budget: Budget) -> Capacity:
+    """`placement.capacity`; the message of its ValueError goes on with the nearest settings that would fit."""
+
+    def fits(context: int = spec.max_context, device: int = budget.device, host: int = budget.host) -> bool:
+        shorter = replace(spec, max_context=context, topk=min(spec.topk, context))
+        try:
+            placement.capacity(shorter, Budget(device, host))
+        except ValueError:
+            return False
+        return True
+
+    def first(text: str, values: range, fits: Callable[[int], bool]) -> list[str]:
+        at = bisect_left(values, True, key=fits)
+        return [text.format(values[at])] if at < len(values) else []
+
+    try:
+        return placement.capacity(spec, budget)
+    except ValueError as wrong:
+        ways = [
+            *first("max_context {}", range(spec.max_context, 0, -1), lambda context: fits(context)),
+            *first("{} device bytes", range(budget.device, MOST_BYTES), lambda device: fits(device=device)),
+            *first("{} host bytes", range(budget.host, MOST_BYTES), lambda host: fits(host=host)),
+        ]
+        raise ValueError(f"{wrong} (what would fit: {', or '.join(ways)})" if ways else str(wrong)) from wrong
+
+
+def decodable(spec: KVSpec, device_bytes: int, stripe: int = 1) -> int:
+    """Rows of history of one device beyond which more history means fewer requests.
+
+    Index keys of all n rows lie on the device, and so must all that one step may select. With f the largest share of a
+    request's rows that one step needs, all that is stored can also be decoded at once as long as n keys and f n rows
+    fit. Where n is less than a request, the keys leave room for one selection.
+    """
+    row, key, context = spec.row_bytes, spec.index_bytes, spec.max_context
+    share = min(1.0, spec.rows_needed(context, stripe=stripe) * stripe / context)
+    rows = int(device_bytes / (share * row + key))
+    return min(rows, max(0, device_bytes - spec.rows_needed(context) * row) // key) if key else rows
 
 
 def whole_pages(addresses: int, spec: KVSpec) -> int:

@@ -14,7 +14,7 @@ from ula_jax.placements.base import (
     Query,
     Readable,
     Selection,
-    attend_rows,
+    attend_slots,
     check_room,
     whole_pages,
 )
@@ -53,7 +53,7 @@ class GpuOnly:
         return pool.write(group, layer, readable.new_device, rows)
 
     def attend(self, group: Group, layer: int, readable: Readable, query: Query) -> Attended:
-        return attend_rows(query, pool.read(group, layer, readable.locations.reshape(-1)), readable.valid)
+        return attend_slots(query, group.device, layer, readable.locations)
 
     def release(self, group: Group, addresses: Slots) -> Group:
         return replace(group, mapping=maps.drop(group.mapping, addresses)[1])

@@ -21,6 +21,7 @@ from ula_jax.placements.base import (
     Readable,
     Selection,
     attend_rows,
+    attend_slots,
     check_room,
     whole_pages,
 )
@@ -170,9 +171,8 @@ class HiSparse:
     def attend(self, group: Group, layer: int, readable: Readable, query: Query) -> Attended:
         if readable.in_place:
             rows = pool.read_host(group, layer, maps.host_slot(readable.locations.reshape(-1)))
-        else:
-            rows = pool.read(group, layer, readable.locations.reshape(-1))
-        return attend_rows(query, rows, readable.valid)
+            return attend_rows(query, rows, readable.valid)
+        return attend_slots(query, group.device, layer, readable.locations)
 
     def release(self, group: Group, addresses: Slots) -> Group:
         buffer = self._buffer(group)

@@ -18,7 +18,7 @@ class OnBuckets:
         return pb_lru.evict(state, count, limit, implementation=self.implementation)
 
     def forget(self, state: pb_lru.Buckets, slots: Slots) -> pb_lru.Buckets:
-        return pb_lru.forget(state, slots)
+        return pb_lru.forget(state, slots, implementation=self.implementation)
 
     def audit(self, state: pb_lru.Buckets, occupied: np.ndarray) -> None:
         pb_lru.audit(state, occupied)
@@ -46,4 +46,4 @@ class PBLRU(OnBuckets):
         return pb_lru.create(num_slots, self.rounds)
 
     def touch(self, state: pb_lru.Buckets, touch: Touch) -> pb_lru.Buckets:
-        return pb_lru.touch(state if touch.inserted else pb_lru.rotate(state), touch.slots)
+        return pb_lru.touch(state, touch.slots, opens=not touch.inserted, implementation=self.implementation)

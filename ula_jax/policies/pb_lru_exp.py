@@ -46,15 +46,16 @@ class PBLRUExp:
             # A class of size c exists only while each smaller one has at least width - 1 buckets.
             state = lax.fori_loop(0, self.buckets // (self.width - 1), self._carry, state)
             size = jnp.roll(state.size, -1).at[-1].set(0)
-            state = ExpState(pb_lru.rotate(state.buckets), size)
-        return state._replace(buckets=pb_lru.touch(state.buckets, touch.slots))
+            state = state._replace(size=size)
+        opens, form = not touch.inserted, self.implementation
+        return state._replace(buckets=pb_lru.touch(state.buckets, touch.slots, opens=opens, implementation=form))
 
     def evict(self, state: ExpState, count: Scalar, limit: int) -> tuple[Int32[Array, " limit"], ExpState]:
         victims, buckets = pb_lru.evict(state.buckets, count, limit, implementation=self.implementation)
         return victims, state._replace(buckets=buckets)
 
     def forget(self, state: ExpState, slots: Slots) -> ExpState:
-        return state._replace(buckets=pb_lru.forget(state.buckets, slots))
+        return state._replace(buckets=pb_lru.forget(state.buckets, slots, implementation=self.implementation))
 
     def audit(self, state: ExpState, occupied: np.ndarray) -> None:
         pb_lru.audit(state.buckets, occupied)

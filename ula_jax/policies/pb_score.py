@@ -35,7 +35,7 @@ class PBScore(OnBuckets):
     def touch(self, state: pb_lru.Buckets, touch: Touch) -> pb_lru.Buckets:
         if not touch.inserted:
             state = pb_lru.merge(state, len(EDGES), 0)
-        return pb_lru.touch(state, touch.slots)
+        return pb_lru.touch(state, touch.slots, implementation=self.implementation)
 
     def observe(self, state: pb_lru.Buckets, ranking: Ranking) -> pb_lru.Buckets:
         edges = jnp.asarray([int(edge * ranking.k) for edge in EDGES], jnp.int32)

@@ -28,33 +28,53 @@ def play(policy: Policy, state: Any, needed: Touch, ranking: Ranking | None, num
     leave.
     """
     assert needed.addresses is not None
-    state = same(policy, "touch", state, policy.touch(state, needed))
-    if ranking is not None and hasattr(policy, "observe"):
-        seen = policy.observe(state, ranking)  # pyright: ignore[reportAttributeAccessIssue]
-        state = same(policy, "observe", state, seen)
+    state = begin(policy, state, needed, ranking)
     missing = (needed.addresses >= 0) & (needed.slots < 0)
-    targets, state = _place(policy, state, missing, num_slots)
+    targets, state = place(policy, state, missing, num_slots)
     state = policy.touch(state, replace(needed, slots=targets, inserted=True))
+    ahead, state = fetch_ahead(policy, state, needed.addresses, targets, ranking, num_slots)
+    return Round(targets, ahead, state)
+
+
+def begin(policy: Policy, state: Any, needed: Touch, ranking: Ranking | None) -> Any:
+    """Open a round: the state after the policy has seen which rows the step needs, and their ranking."""
+    state = same(policy, "touch", state, policy.touch(state, needed))
+    if ranking is None or not hasattr(policy, "observe"):
+        return state
+    return same(policy, "observe", state, policy.observe(state, ranking))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def fetch_ahead(
+    policy: Policy,
+    state: Any,
+    needed: Int32[Array, " n"],
+    filled: Int32[Array, " filled"],
+    ranking: Ranking | None,
+    num_slots: int,
+) -> tuple[Int32[Array, " ranked"], Any]:
+    """Slots for the rows of `ranking` to fetch ahead, in a round that needs these addresses and has filled these slots:
+    EMPTY for all other entries."""
     share = prefetch(policy)
     if ranking is None or not share:
-        return Round(targets, jnp.full(0 if ranking is None else ranking.slots.size, EMPTY, jnp.int32), state)
+        return jnp.full(0 if ranking is None else ranking.slots.size, EMPTY, jnp.int32), state
 
     ahead = (ranking.ranks >= ranking.k) & (ranking.ranks < int((1 + share) * ranking.k)) & (ranking.addresses >= 0)
-    ahead = ahead & ~jnp.isin(ranking.addresses, needed.addresses, method="binary_search")
+    ahead = ahead & ~jnp.isin(ranking.addresses, needed, method="binary_search")
     # Those already here count as used, so that they are not given up for their like; except where a needed row has
     # just taken the slot.
-    taken = put(jnp.zeros(num_slots, bool), targets, True)
+    taken = put(jnp.zeros(num_slots, bool), filled, True)
     here = ahead & (ranking.slots >= 0) & ~taken[jnp.maximum(ranking.slots, 0)]
     once_more = Touch(jnp.where(here, ranking.slots, EMPTY), ranking.addresses, ranking.requests, inserted=True)
     state = policy.touch(state, once_more)
-    extra, state = _place(policy, state, ahead & (ranking.slots < 0), num_slots)
-    return Round(targets, extra, policy.touch(state, replace(once_more, slots=extra)))
+    extra, state = place(policy, state, ahead & (ranking.slots < 0), num_slots)
+    return extra, policy.touch(state, replace(once_more, slots=extra))
 
 
-def _place(policy: Policy, state: Any, wanted: Bool[Array, " n"], num_slots: int) -> tuple[Slots, Any]:
+def place(policy: Policy, state: Any, wanted: Bool[Array, " n"], num_slots: int) -> tuple[Slots, Any]:
     """A slot for each wanted entry, EMPTY for the others and where the policy has none left."""
     limit = min(wanted.size, num_slots)
-    given, state = victims(policy, state, jnp.minimum(jnp.sum(wanted, dtype=jnp.int32), limit), limit)
+    count = jnp.sum(wanted, dtype=jnp.int32)
+    given, state = victims(policy, state, count if limit == wanted.size else jnp.minimum(count, limit), limit)
     place = jnp.where(wanted, jnp.cumsum(wanted) - 1, EMPTY)
     return pick(given, place.astype(jnp.int32)), state
 

@@ -1,0 +1,347 @@
+"""Address resolution in Triton: three launches to find, one to move, one to look up.
+
+`mark` sets a bit for every needed slot in one bitmap, host slots before device slots. `tally` counts the bits of each
+block of it, so that `collect` knows where the list of each block begins and can write the lists of all blocks at once.
+(Counted while the bits are set, by atomics on a number for each block, they took 60 us and not 2.)
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton.language as tl
+from jaxtyping import Array, Int32
+
+from pallas_kernels import triton_call
+from pallas_kernels.resolve.tables import Counts, Found, Moves, Tables, limit
+
+MARK, WORDS, MOVE = 512, 128, 512
+"""Entries, bitmap words and arrivals of one program."""
+TALLY = 8
+"""Blocks of the bitmap that one program counts."""
+
+MOST_BLOCKS = 2048
+"""Of the bitmap: every program of `collect` adds up the counts of all blocks before its own."""
+
+NONE = tl.constexpr(-1)
+NO_PLACE = tl.constexpr(-(2**31))
+
+
+def find(tables: Tables, selected: Int32[Array, " n"], new: Int32[Array, " new"], interpret: bool = False) -> Found:
+    most, n, k = limit(selected.shape[0], new.shape[0], tables), selected.shape[0], new.shape[0]
+    host, device = tables.host_address.shape[0], tables.device_address.shape[0]
+    words = max(WORDS, _power_of_2(_cdiv(host + device, 32 * MOST_BLOCKS)))
+    host_blocks, device_blocks = _cdiv(host, 32 * words), _cdiv(device, 32 * words)
+    blocks = host_blocks + device_blocks
+    layout: dict[str, Any] = dict(TOTALS=blocks * words, HOST_BLOCKS=host_blocks, WORDS=words)
+
+    (marks,) = triton_call.call(
+        _mark,
+        tables.location,
+        selected,
+        new,
+        grid=(_cdiv(n, MARK) + _cdiv(k, MARK),),
+        out=[_ints(blocks * words + 2)],
+        zeroed=[0],
+        interpret=interpret,
+        N=n,
+        K=k,
+        B=MARK,
+        **layout,
+    )
+    (held,) = triton_call.call(
+        _tally,
+        marks,
+        grid=(_cdiv(blocks, TALLY),),
+        out=[_ints(blocks)],
+        interpret=interpret,
+        BLOCKS=blocks,
+        WORDS=words,
+        EACH=TALLY,
+    )
+    slots, arriving, source, count, counts = triton_call.call(
+        _collect,
+        tables.location,
+        tables.host_address,
+        tables.host_free_count,
+        new,
+        marks,
+        held,
+        grid=(blocks + 1,),
+        out=[_ints(2 * most), _ints(most), _ints(most), _ints(1), _ints(len(Counts._fields))],
+        interpret=interpret,
+        K=k,
+        MOST=most,
+        BLOCKS=blocks,
+        LANES=_power_of_2(blocks),
+        FILL=min(1024, _power_of_2(_cdiv(2 * most, blocks))),
+        B=128,
+        **layout,
+    )
+    return Found(slots, arriving, source, count.reshape(()), counts)
+
+
+def move(
+    tables: Tables,
+    arriving: Int32[Array, " arrivals"],
+    source: Int32[Array, " arrivals"],
+    given: Int32[Array, " arrivals"],
+    counts: Int32[Array, " counts"],
+    copies: bool,
+    interpret: bool = False,
+) -> tuple[Moves, Tables, Int32[Array, " counts"]]:
+    most = arriving.shape[0]
+    state = [*tables[:4], tables.host_free_count.reshape(1), counts]
+    *moves, location, device_address, host_address, host_free, free, counts = triton_call.call(
+        _rewrite,
+        arriving,
+        source,
+        given,
+        *state,
+        grid=(_cdiv(most, MOVE),),
+        out=[_ints(most)] * 3 + [_ints(table.shape[0]) for table in state],
+        alias={3 + i: 3 + i for i in range(len(state))},
+        interpret=interpret,
+        MOST=most,
+        COPIES=copies,
+        B=MOVE,
+    )
+    return Moves(*moves), Tables(location, device_address, host_address, host_free, free.reshape(())), counts
+
+
+def slots_of(
+    location: Int32[Array, " addresses"],
+    selected: Int32[Array, " n"],
+    new: Int32[Array, " new"],
+    interpret: bool = False,
+) -> tuple[Int32[Array, " n"], Int32[Array, " new"]]:
+    n, k = selected.shape[0], new.shape[0]
+    found, placed = triton_call.call(
+        _look_up,
+        location,
+        selected,
+        new,
+        grid=(_cdiv(n, MARK) + _cdiv(k, MARK),),
+        out=[_ints(n), _ints(k)],
+        interpret=interpret,
+        N=n,
+        K=k,
+        B=MARK,
+    )
+    return found, placed
+
+
+def _ints(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.int32)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+@triton_call.kernel
+def _mark(
+    location,
+    selected,
+    new,
+    marks,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOTALS: tl.constexpr,
+    HOST_BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    B: tl.constexpr,
+):
+    """`marks`: the bitmap, and how many entries are there and how many fresh rows."""
+    at = tl.program_id(0) * B + _lanes(B)
+    behind = at - tl.cdiv(N, B) * B
+    address = tl.load(selected + at, mask=at < N, other=NONE)
+    fresh = tl.load(new + behind, mask=(behind >= 0) & (behind < K), other=NONE)
+    address = tl.maximum(address, fresh)
+    place = tl.load(location + address, mask=address >= 0, other=NO_PLACE)
+    stored, here = place != NO_PLACE, place >= 0
+
+    bit = tl.where(here, HOST_BLOCKS * WORDS * 32 + place, ~place)
+    tl.atomic_or(marks + (bit >> 5), 1 << (bit & 31), mask=stored, sem="relaxed")
+    entry, is_fresh = (address >= 0) & (behind < 0), (fresh >= 0) & ~stored
+    both = tl.sum(entry.to(tl.int32) + is_fresh.to(tl.int32) * 65536)
+    tl.atomic_add(marks + TOTALS, both & 65535, sem="relaxed")
+    tl.atomic_add(marks + TOTALS + 1, both // 65536, sem="relaxed")
+
+
+@triton_call.kernel
+def _tally(marks, held, BLOCKS: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr):
+    block = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    at = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    word = tl.load(marks + at, mask=(block < BLOCKS)[:, None], other=0).to(tl.uint32, bitcast=True)
+    tl.store(held + block, tl.sum(_ones(word), axis=1), mask=block < BLOCKS)
+
+
+@triton_call.kernel
+def _collect(
+    location,
+    host_address,
+    host_free_count,
+    new,
+    marks,
+    tallied,
+    slots,
+    arriving,
+    source,
+    count,
+    counts,
+    K: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    FILL: tl.constexpr,
+    TOTALS: tl.constexpr,
+    HOST_BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    B: tl.constexpr,
+):
+    block = tl.program_id(0)
+    fresh, lane = tl.load(marks + TOTALS + 1), tl.arange(0, LANES)
+    held = tl.load(tallied + lane, mask=lane < BLOCKS, other=0)
+    misses = tl.sum(tl.where(lane < HOST_BLOCKS, held, 0))
+    hits = tl.sum(held) - misses
+    if block < BLOCKS:
+        here = block >= HOST_BLOCKS
+        before = tl.where((lane < block) & ((lane >= HOST_BLOCKS) == here), held, 0)
+        word_at = block * WORDS + _lanes(WORDS)
+        word = tl.load(marks + word_at).to(tl.uint32, bitcast=True)
+        ones = _ones(word)
+        at = tl.sum(before) + tl.cumsum(ones) - ones
+        slot = word_at * 32
+        if here:
+            slot -= HOST_BLOCKS * WORDS * 32
+        else:
+            at += fresh
+        while tl.max((word != 0).to(tl.int32)) > 0:
+            lowest = slot + _ones(word ^ (word - 1)) - 1
+            some = (word != 0) & (at < MOST)
+            if here:
+                tl.store(slots + at, lowest, mask=some)
+            else:
+                tl.store(source + at, lowest, mask=some)
+                tl.store(arriving + at, tl.load(host_address + lowest, mask=some), mask=some)
+            word = word & (word - 1)
+            at += 1
+    else:
+        seen = 0
+        for start in range(0, K, B):
+            i = start + tl.arange(0, B)
+            address = tl.load(new + i, mask=i < K, other=NONE)
+            place = tl.load(location + address, mask=address >= 0, other=0)
+            is_fresh = (place == NO_PLACE).to(tl.int32)
+            at = seen + tl.cumsum(is_fresh) - is_fresh
+            tl.store(arriving + at, address, mask=(is_fresh > 0) & (at < MOST))
+            tl.store(source + at, NONE, mask=(is_fresh > 0) & (at < MOST))
+            seen += tl.sum(is_fresh)
+        all_of_them = fresh + misses
+        tl.store(count, tl.minimum(all_of_them, MOST))
+        tl.store(counts, tl.load(marks + TOTALS))
+        tl.store(counts + 1, hits)
+        tl.store(counts + 2, misses)
+        tl.store(counts + 3, fresh)
+        tl.store(counts + 4, tl.load(host_free_count))
+        tl.store(counts + 5, 0)
+        tl.store(counts + 6, 0)
+        tl.store(counts + 7, tl.maximum(all_of_them - MOST, 0))
+    for turn in range(tl.cdiv(2 * MOST, (BLOCKS + 1) * FILL)):
+        i = (turn * (BLOCKS + 1) + block) * FILL + tl.arange(0, FILL)
+        tl.store(slots + i, NONE, mask=(i >= hits) & (i < 2 * MOST))
+        beyond = (i >= fresh + misses) & (i < MOST)
+        tl.store(arriving + i, NONE, mask=beyond)
+        tl.store(source + i, NONE, mask=beyond)
+
+
+@triton_call.kernel
+def _lanes(B: tl.constexpr):
+    """0 and on. Named as not contiguous, so that a thread holds every 32nd and the layout is that of a scatter: with
+    neighbours to a thread, all that is scattered would cross shared memory first."""
+    return tl.max_contiguous(tl.arange(0, B), 1)
+
+
+@triton_call.kernel
+def _ones(word):
+    """Bits set."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton_call.kernel
+def _rewrite(
+    arriving,
+    source,
+    given,
+    location_in,
+    device_address_in,
+    host_address_in,
+    host_free_in,
+    free_in,
+    counts_in,
+    target,
+    leaving,
+    refuge,
+    location,
+    device_address,
+    host_address,
+    host_free,
+    free,
+    counts,
+    MOST: tl.constexpr,
+    COPIES: tl.constexpr,
+    B: tl.constexpr,
+):
+    at = tl.program_id(0) * B + _lanes(B)
+    address = tl.load(arriving + at, mask=at < MOST, other=NONE)
+    slot = tl.load(given + at, mask=at < MOST, other=NONE)
+    origin = tl.load(source + at, mask=at < MOST, other=NONE)
+    comes = (address >= 0) & (slot >= 0)
+    from_host = comes & (origin >= 0)
+    victim = tl.load(device_address + slot, mask=comes, other=NONE)
+    leaves = victim >= 0
+    if COPIES:
+        shelter = victim
+        written = leaves & (tl.load(host_address + victim, mask=leaves, other=0) < 0)
+    else:
+        # Pops are the last of the fresh rows, pushes the first of the others, and there is never both.
+        top, fresh = tl.load(counts + 4), tl.load(counts + 3)
+        popped, pushed, place = leaves & ~from_host, from_host & ~leaves, top - fresh + at
+        taken = tl.load(host_free + place, mask=popped & (place >= 0), other=NONE)
+        shelter = tl.where(popped, taken, tl.where(leaves, origin, NONE))
+        written = shelter >= 0
+        tl.store(host_free + place, origin, mask=pushed)
+        tl.store(host_address + origin, NONE, mask=pushed)
+        tl.atomic_add(free, tl.sum(pushed.to(tl.int32)) - tl.sum((popped & written).to(tl.int32)), sem="relaxed")
+    tl.store(location + victim, ~shelter, mask=shelter >= 0)
+    tl.store(host_address + shelter, victim, mask=shelter >= 0)
+    tl.store(location + address, slot, mask=comes)
+    tl.store(device_address + slot, address, mask=comes)
+    tl.store(target + at, tl.where(from_host, slot, NONE), mask=at < MOST)
+    tl.store(leaving + at, tl.where(written, slot, NONE), mask=at < MOST)
+    tl.store(refuge + at, tl.where(written, shelter, NONE), mask=at < MOST)
+    lost = ((address >= 0) & ~comes) | (leaves & (shelter < 0))
+    tl.atomic_add(counts + 5, tl.sum(leaves.to(tl.int32)), sem="relaxed")
+    tl.atomic_add(counts + 6, tl.sum(written.to(tl.int32)), sem="relaxed")
+    tl.atomic_add(counts + 7, tl.sum(lost.to(tl.int32)), sem="relaxed")
+
+
+@triton_call.kernel
+def _look_up(location, selected, new, found, placed, N: tl.constexpr, K: tl.constexpr, B: tl.constexpr):
+    at = tl.program_id(0) * B + _lanes(B)
+    behind = at - tl.cdiv(N, B) * B
+    of_new = (behind >= 0) & (behind < K)
+    address = tl.maximum(
+        tl.load(selected + at, mask=at < N, other=NONE), tl.load(new + behind, mask=of_new, other=NONE)
+    )
+    place = tl.maximum(tl.load(location + address, mask=address >= 0, other=NONE), NONE)
+    tl.store(found + at, place, mask=at < N)
+    tl.store(placed + behind, place, mask=of_new)
