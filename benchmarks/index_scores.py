@@ -1,10 +1,7 @@
 """Lightning-indexer scores of whole histories, read through a page table."""
 
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +60,6 @@ def case(name: str, shape: Shape, rng: np.random.Generator, small: bool = False)
         device_bytes=shape.batch * shape.length * (fmt.nbytes + 4 * shape.steps),
         flops=2 * shape.batch * shape.steps * shape.length * shape.heads * shape.dim,
         bar=BARS.get(name),
-        outside=None if small else {"triton, on the device": partial(device_time, forms["triton"], calls)},
     )
 
 
@@ -84,24 +80,6 @@ def stored(fmt: KeyFormat, addresses: int, seed: int) -> Keys:
     for number in range(-(-addresses // piece)):
         keys = fill(keys, number)
     return keys
-
-
-def device_time(function: Callable[..., jax.Array], calls: Sequence[tuple[Any, ...]], repeats: int = 5) -> float:
-    """Microseconds that one call keeps the device busy, as the profiler sees it: the host takes longer to start a short
-    kernel than the kernel runs."""
-    program = jax.jit(lambda calls: [function(*call) for call in calls])
-    jax.block_until_ready(program(list(calls)))
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level = options.python_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        jax.profiler.start_trace(folder, profiler_options=options)
-        for _ in range(repeats):
-            jax.block_until_ready(program(list(calls)))
-        jax.profiler.stop_trace()
-        (found,) = Path(folder).glob("**/*.xplane.pb")
-        planes = [p for p in jax.profiler.ProfileData.from_file(str(found)).planes if "GPU" in p.name]
-    streams = [line for plane in planes for line in plane.lines if "Stream" in line.name]
-    return sum(event.duration_ns for line in streams for event in line.events) / (1e3 * repeats * len(calls))
 
 
 def accuracy(shape: Shape, result: jax.Array, call: tuple, request: int, step: int) -> tuple[float, float]:

@@ -86,7 +86,7 @@ def cases(rng: np.random.Generator, small: bool) -> Iterator[Case]:
             state=partial(start, shape, True),
             check=partial(wrong, shape, misses),
             device_bytes=16 * shape.requests * shape.topk,
-            bar=ALONE,
+            bar=None if small else ALONE,
         )
     for misses in (3,) if small else BARS:
         for name, placement in (("fetch", ResidentHot(policy=PBLRU())), ("exchange", Ula(policy=PBLRU()))):

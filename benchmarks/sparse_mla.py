@@ -21,7 +21,7 @@ BARS = {
     ("fp8", "64_requests_3_tokens"): 230.0,
     ("bf16", "64_requests"): 77.0,
 }
-"""FlashMLA takes 35, 65, 92 and 200 us of fp8 rows; of bf16 rows its time is the bar (../shared/notes/gpu.md)."""
+"""FlashMLA takes 35, 65, 92 and 200 us of fp8 rows; of bf16 rows its time is the bar (on an H200)."""
 CALLS = 12
 """At least; of short calls more, so that the dispatch of a program, about 30 us, counts for little."""
 ERROR = {"reference": 1e-5, "jnp_bf16": 1e-2}

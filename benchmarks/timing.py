@@ -1,9 +1,11 @@
 """How the benchmarks time: many distinct calls in one compiled program, medians, everything compared in one run."""
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
@@ -13,23 +15,25 @@ AHEAD = 4
 """Programs that a measurement times beyond the one that it takes to start."""
 
 
-def per_call(case: Case, form: str, repeats: int = 9) -> tuple[float, float]:
-    """Microseconds of one call: (median, spread between the quartiles).
+class Timing(NamedTuple):
+    """Microseconds of one call."""
 
-    The calls run back to back in one program, and a few programs are dispatched before the first is waited for: the
-    card never waits for the host, and a call's dispatch, about 30 us, is in no figure.
+    us: float
+    """By the host's clock: median."""
+    spread: float
+    """Between the quartiles."""
+    device_us: float | None
+    """By the card's clock: None where the profiler sees no card."""
+
+
+def per_call(case: Case, form: str, repeats: int = 9) -> Timing:
+    """Time a form.
+
+    The calls run back to back in one program, and a few programs are dispatched before the first is waited for. Even so
+    the host may take longer to launch a short kernel than the kernel runs; the card's own clock then says what a longer
+    program would pay.
     """
-    function = case.forms[form]
-    if case.state is None:
-        program = jax.jit(lambda calls: [function(*call) for call in calls])
-        once: Callable[[], Any] = lambda: program(list(case.calls))  # noqa: E731
-    else:
-        program = jax.jit(lambda state, calls: _chain(function, state, calls), donate_argnums=0)
-        held = [case.state()]
-
-        def once() -> Any:
-            held[0], results = program(held[0], list(case.calls))
-            return results
+    once = _program(case, form)
 
     def seconds(programs: int) -> float:
         start = time.perf_counter()
@@ -41,7 +45,47 @@ def per_call(case: Case, form: str, repeats: int = 9) -> tuple[float, float]:
     seconds(2)
     times = [1e6 * (seconds(AHEAD + 1) - seconds(1)) / (AHEAD * len(case.calls)) for _ in range(repeats)]
     quarters = statistics.quantiles(times, n=4)
-    return statistics.median(times), quarters[2] - quarters[0]
+    spans = _device_spans(once, PROFILED)
+    device_us = 1e6 * statistics.median(spans) / len(case.calls) if spans else None
+    return Timing(statistics.median(times), quarters[2] - quarters[0], device_us)
+
+
+PROFILED = 3
+"""Programs that the profiler sees."""
+
+
+def _program(case: Case, form: str) -> Callable[[], Any]:
+    """Runs all the case's calls."""
+    function = case.forms[form]
+    if case.state is None:
+        program = jax.jit(lambda calls: [function(*call) for call in calls])
+        return lambda: program(list(case.calls))
+    program = jax.jit(lambda state, calls: _chain(function, state, calls), donate_argnums=0)
+    held = [case.state()]
+
+    def once() -> Any:
+        held[0], results = program(held[0], list(case.calls))
+        return results
+
+    return once
+
+
+def _device_spans(once: Callable[[], Any], times: int) -> list[float]:
+    """Seconds from the first kernel of each run to the end of its last."""
+    spans = []
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    for _ in range(times if jax.default_backend() == "gpu" else 0):
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder, profiler_options=options):
+                jax.block_until_ready(once())
+            (found,) = Path(folder).rglob("*.xplane.pb")
+            planes = [p for p in jax.profiler.ProfileData.from_file(str(found)).planes if "GPU" in p.name]
+        streams = [line for plane in planes for line in plane.lines if "Stream" in line.name]
+        events = [(e.start_ns, e.start_ns + e.duration_ns) for line in streams for e in line.events]
+        if events:
+            spans.append((max(end for _, end in events) - min(start for start, _ in events)) / 1e9)
+    return spans
 
 
 def first_result(case: Case, form: str) -> Any:

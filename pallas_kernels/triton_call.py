@@ -95,8 +95,8 @@ def _lower_typed() -> None:
     from jax_triton import triton_lib
 
     def lower(ctx: Any, *operands: Any, **parameters: Any) -> Any:
-        results = triton_lib.triton_kernel_call_lowering(triton_lib.get_cuda_backend, ctx, *operands, **parameters)
-        call: Any = results[0].owner
+        results: Any = triton_lib.triton_kernel_call_lowering(triton_lib.get_cuda_backend, ctx, *operands, **parameters)
+        call = results[0].owner
         call.attributes["call_target_name"] = ir.StringAttr.get("triton_kernel_call_ffi")
         call.attributes["api_version"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), TYPED)
         call.attributes["backend_config"] = ir.DictAttr.get({"opaque": call.attributes["backend_config"]})

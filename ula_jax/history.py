@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import topk
 from pallas_kernels.pytree import pytree
-from pallas_kernels.topk import top_k
 from ula_jax import index_keys
 from ula_jax.index_keys import Keys
 from ula_jax.placements.base import Counters, Placement, Query, Readable, Selection
@@ -44,8 +44,8 @@ class Batch:
     requests: Int32[Array | np.ndarray, "*ranks batch"]
     """Number of each request within its rank, EMPTY for padding."""
     driven: Int32[Array | np.ndarray, "*ranks groups batch steps topk"] | None = None
-    """Positions to read instead of those that the indexers pick, none twice, EMPTY padded: a replayed trace. The
-    indexers do their work all the same."""
+    """Positions to read instead of those that the indexers pick, ascending, none twice, EMPTY padded: a replayed trace.
+    The indexers do their work all the same."""
 
     @property
     def valid(self) -> Bool[Array, "batch steps"]:
@@ -96,18 +96,15 @@ class History:
         keys = index_keys.append(fmt, self.index_keys[group], self._new, key, striping, self._rank)
         self.index_keys[group] = keys
         lengths = jnp.where(self.batch.valid, self.batch.positions + 1, 0)
-        # Position is checked before and after: below topk tokens, top-k must pick from the future.
         with jax.named_scope("index_scores"):
             scores = index_keys.scores(
                 keys, table, self.spec.page_size, query, weights, lengths, striping, self.placement.parallel
             )
-        k, length = min(self.spec.topk, scores.shape[-1]), scores.shape[-1]
         with jax.named_scope("top_k"):
-            picks = top_k(scores, min(max(k, self._ranks), length))
-        if self._ranks:
-            self.ranked[group] = self._at_last_token(picks[..., : self._ranks], scores)
-        picks = picks[..., :k]
-        picks = jnp.where(picks <= self.batch.positions[..., None], picks, EMPTY)
+            picks = topk.select(scores, self.spec.topk, lengths)
+            if self._ranks:
+                ranks = min(max(self.spec.topk, self._ranks), scores.shape[-1])
+                self.ranked[group] = self._at_last_token(topk.top_k(scores, ranks)[..., : self._ranks], scores)
         if self.batch.driven is not None:
             picks, driven = jax.lax.optimization_barrier((picks, jnp.asarray(self.batch.driven)[group]))
             self.overruled[group], picks = jnp.sum(picks), driven
@@ -116,7 +113,8 @@ class History:
     def select_all(self, group: int) -> None:
         """Make every earlier position readable: dense attention."""
         positions = jnp.arange(self.spec.table_width * self.spec.page_size)
-        self._resolve(group, jnp.where(self._visible(positions), positions, EMPTY))
+        visible = positions <= self.batch.positions[..., None]
+        self._resolve(group, jnp.where(visible, positions, EMPTY))
 
     def attend(
         self,
@@ -142,10 +140,8 @@ class History:
 
     @jax.named_scope("resolve")
     def _resolve(self, group: int, positions: Int32[Array, "batch steps topk"]) -> None:
-        """Positions go in ascending order: the order in which attention sums is then part of no placement."""
+        """Positions come in ascending order: the order in which attention sums is then part of no placement."""
         positions = jnp.where(self.batch.valid[..., None], positions, EMPTY)
-        positions = jnp.sort(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max), axis=-1)
-        positions = jnp.where(positions == jnp.iinfo(jnp.int32).max, EMPTY, positions)
         self.selected[group] = positions
         flat = positions.reshape(positions.shape[0], -1)
         addresses = jnp.where(flat >= 0, self._address(jnp.maximum(flat, 0)), EMPTY).reshape(positions.shape)
@@ -167,9 +163,6 @@ class History:
         best = jnp.take_along_axis(jnp.take_along_axis(scores, last, axis=1)[:, 0], picks, axis=1)
         seen = (best > -jnp.inf) & (jnp.asarray(self.batch.count)[:, None] > 0)
         return jnp.where(seen, picks, EMPTY), jnp.where(seen, best, -jnp.inf)
-
-    def _visible(self, positions: Int32[Array, " length"]) -> Bool[Array, "batch steps length"]:
-        return positions <= self.batch.positions[..., None]
 
     def _address(self, positions: Int32[Array, "batch n"]) -> Int32[Array, "batch n"]:
         return index_keys.address(self._table, self.spec.page_size, positions)
