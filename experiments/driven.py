@@ -102,6 +102,9 @@ class Requests:
         self.runner, self.steps_left, self.steps_done = runner, steps, 0
         self.stream, starts = streams.schedule(batch, len(spec.groups))
         self.histories = np.asarray(streams.histories, np.int32)[self.stream]
+        room = -1 if capacity.resident is None else capacity.resident
+        self.resident = int(self.histories.sum()) + batch * steps <= room
+        """No row leaves the device in any step."""
         pages = PageAllocator(capacity.addresses // spec.page_size, spec.page_size)
         self.pages = [pages.allocate(int(length) + steps) for length in self.histories]
         table = np.stack([page_table(held, spec.table_width) for held in self.pages])
@@ -155,7 +158,7 @@ class Requests:
         """Decode one token of each request."""
         if self.steps_done == self.steps_left:
             raise ValueError(f"requests: expected at most {self.steps_left} steps, found more; make them with room")
-        output = self.runner.step(self.next_batch(), self._sampling)
+        output = self.runner.step(self.next_batch(), self._sampling, self.resident)
         self._tokens, self._start = output.tokens, self._start + 1
         self.steps_done += 1
         return output

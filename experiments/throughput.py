@@ -260,7 +260,7 @@ def _timed(config: Config, requests: Requests, batch: int) -> dict[str, Any]:
     moved = _moved(requests.runner.spec, together + one_by_one)
     stages: dict[str, float] = {}
     if config.profiled:
-        program = requests.runner.step_function.lower(*requests.arguments()).compile()
+        program = requests.runner.step_function.lower(*requests.arguments(), resident=requests.resident).compile()
         stages = stage_times(requests.step, config.profiled, str(program.as_text()))
         stages["idle"] = max(0.0, step_s - sum(stages.values()))
     rates = {}

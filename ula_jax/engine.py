@@ -36,6 +36,9 @@ class EngineConfig:
     """Check the placement's invariants after every step (slow)."""
     capture: float = 0.0
     """Ranks to keep of each selection in each step's output, in units of `topk` (see `ula_jax.traces.Recorder`)."""
+    fast_path: bool = True
+    """Leave out what only prepares for moving rows in steps in which no row can move, until the device is full for the
+    first time. Policies do not see what is used in such steps."""
 
     def __post_init__(self):
         if min(self.max_requests, self.prefill_rows, self.prefill_chunk) < 1:
@@ -145,7 +148,8 @@ class Engine:
         # A decoding request keeps its batch row for life: its arithmetic does not depend on who comes and goes.
         places = [[r.number if phase == "decode" else i for i, (r, _) in enumerate(row)] for row in rows]
         batch, sampling = self._batch(rows, places, width, steps)
-        output = self.runner.step(batch, sampling)
+        resident = self.scheduler.resident(rows) and self.config.fast_path
+        output = self.runner.step(batch, sampling, resident)
         counters, sampled = np.asarray(output.counters), np.asarray(output.tokens)
         self.totals[phase].add(counters, sum(count for rank in rows for _, count in rank))
         lost = int(counters[..., Counters._fields.index("dropped")].sum())

@@ -60,11 +60,20 @@ class Batch:
 class History:
     """Lives while one step is traced, inside shard_map; arrays are one device's part.
 
-    `capture` keeps the best-scored positions of each row's last token in `ranked`: that many times `topk`.
+    `capture` keeps the best-scored positions of each row's last token in `ranked`: that many times `topk`. `resident`
+    says that every row is on the device in this step (`Selection.resident`).
     """
 
-    def __init__(self, spec: KVSpec, placement: Placement, state: KVState, batch: Batch, capture: float = 0.0):
-        self.spec, self.placement, self.batch = spec, placement, batch
+    def __init__(
+        self,
+        spec: KVSpec,
+        placement: Placement,
+        state: KVState,
+        batch: Batch,
+        capture: float = 0.0,
+        resident: bool = False,
+    ):
+        self.spec, self.placement, self.batch, self.resident = spec, placement, batch, resident
         self.groups, self.index_keys = list(state.groups), list(state.index_keys)
         self.counters: dict[int, Counters] = {}
         self.selected: dict[int, Array] = {}
@@ -151,7 +160,7 @@ class History:
             best, scores = (array[:, : self._looks] for array in self.ranked[group])
             ranked = jnp.where(best >= 0, self._address(jnp.maximum(best, 0)), EMPTY)
             above = margins(scores, ranked, positions.shape[-1])
-        selection = Selection(addresses, self._new, jnp.asarray(self.batch.requests), ranked, above)
+        selection = Selection(addresses, self._new, jnp.asarray(self.batch.requests), ranked, above, self.resident)
         readable, self.groups[group], counters = self.placement.resolve(self.groups[group], selection)
         self._readable[group], self.counters[group] = readable, counters
 

@@ -90,10 +90,10 @@ class Runner:
         make = over(init, in_specs=(), out_specs=P(AXIS))
         self.state: KVState = jax.jit(make, out_shardings=_shardings(jax.eval_shape(make), mesh))()
 
-        def step(params: Any, state: KVState, batch: Batch, sampling: Sampling):
+        def on_device(resident: bool, params: Any, state: KVState, batch: Batch, sampling: Sampling):
             decoder: Any = nnx.merge(graph, params)
             batch, sampling = _squeeze(batch), _squeeze(sampling)
-            history = History(spec, placement, _squeeze(state), batch, capture)
+            history = History(spec, placement, _squeeze(state), batch, capture, resident)
             hidden = decoder(batch.tokens, batch.positions, history)
             last = jnp.maximum(batch.count - 1, 0)
             if trace:
@@ -110,14 +110,15 @@ class Runner:
             return _expand((tokens, every, selected, ranked, overruled)), counters[None], _expand(state)
 
         specs = nnx.get_partition_spec(self.params)
-        self.step_function = jax.jit(
-            over(
-                step,
+
+        def step(params: Any, state: KVState, batch: Batch, sampling: Sampling, resident: bool = False):
+            return over(
+                partial(on_device, resident),
                 in_specs=(specs, P(AXIS), by_rank, by_rank),
                 out_specs=(by_rank, P(AXIS), P(AXIS)),
-            ),
-            donate_argnums=1,
-        )
+            )(params, state, batch, sampling)
+
+        self.step_function = jax.jit(step, donate_argnums=1, static_argnames="resident")
 
         def release(state: KVState, addresses: Array) -> KVState:
             groups = tuple(placement.release(group, addresses) for group in state.groups)
@@ -138,10 +139,11 @@ class Runner:
         )
         return jax.jit(lambda state, *arrays: over(state, arrays), donate_argnums=0)
 
-    def step(self, batch: Batch, sampling: Sampling) -> StepOutput:
-        """Run one step; the state moves on."""
+    def step(self, batch: Batch, sampling: Sampling, resident: bool = False) -> StepOutput:
+        """Run one step; the state moves on. `resident`: every row is on the device and stays there
+        (`Selection.resident`)."""
         (tokens, logits, selected, ranked, overruled), counters, self.state = self.step_function(
-            self.params, self.state, batch, sampling
+            self.params, self.state, batch, sampling, resident=resident
         )
         return StepOutput(tokens, logits, counters, selected, ranked, overruled)
 

@@ -80,6 +80,7 @@ class Scheduler:
         self.allocators = [PageAllocator(capacity.addresses // page, page) for _ in range(capacity.ranks)]
         self.running: list[dict[int, Request]] = [{} for _ in range(capacity.ranks)]
         self._numbers = [list(range(max_requests)) for _ in range(capacity.ranks)]
+        self._spilled = [False] * capacity.ranks
         self.waiting: deque[Request] = deque()
 
     def check(self, request: Request) -> None:
@@ -132,6 +133,22 @@ class Scheduler:
 
     def decode(self, rank: int) -> list[Request]:
         return [request for request in self.running[rank].values() if request.decoding]
+
+    def resident(self, step: list[list[tuple[Request, int]]]) -> bool:
+        """Whether every row is on the device and stays there in this step, `step[rank]` being its (request, tokens).
+        To be asked before every step: from the first that fills a device, rows of its rank may be on the host until
+        the rank has none left."""
+        room = self.capacity.resident
+        if room is None:
+            return False
+        for rank, running in enumerate(self.running):
+            if not any(request.computed for request in running.values()):
+                self._spilled[rank] = False
+            new = {request.id: tokens for request, tokens in step[rank]}
+            held = (request.computed + new.get(request.id, 0) for request in running.values())
+            if sum(-(-rows // self.capacity.stripe) for rows in held) > room:
+                self._spilled[rank] = True
+        return not any(self._spilled)
 
     def finish(self, request: Request, reason: str) -> np.ndarray:
         """End a request. Returns the addresses whose rows are to be forgotten, int32 [computed]."""

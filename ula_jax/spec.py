@@ -125,6 +125,9 @@ class Capacity:
     """Requests that can hold a private hot buffer, for placements that give each one."""
     working_set: int | None = None
     """Rows that one step may need on one device; None where any step fits."""
+    resident: int | None = None
+    """Rows that one device holds before the first of them leaves it for the host; None where rows go there at once, or
+    never."""
 
     @property
     def tokens(self) -> int:

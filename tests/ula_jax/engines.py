@@ -36,7 +36,8 @@ def oracle_model(family: str, mode: str, devices: int):
 
 def make_engine(
     model, placement, device_rows: int, host_rows: int, *, rows="fp32", page_size=8, max_context=64,
-    max_requests=2, prefill_rows=1, prefill_chunk=8, trace=False, verify=True, capture=0.0, **parameters,
+    max_requests=2, prefill_rows=1, prefill_chunk=8, trace=False, verify=True, capture=0.0, fast_path=True,
+    **parameters,
 ) -> Engine:  # fmt: skip
     """An engine whose budget is worth so many rows with their index keys on, and rows beside, each device.
 
@@ -49,7 +50,8 @@ def make_engine(
         placement = make_placement(placement, parallel, **parameters)
     return Engine(
         model, placement, spec, budget, make_mesh(parallel.size),
-        EngineConfig(max_requests, prefill_rows, prefill_chunk, trace, verify, capture), model.config.vocab_size,
+        EngineConfig(max_requests, prefill_rows, prefill_chunk, trace, verify, capture, fast_path),
+        model.config.vocab_size,
     )  # fmt: skip
 
 

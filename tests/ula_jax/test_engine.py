@@ -41,6 +41,29 @@ def test_every_placement_decodes_the_same_tokens_and_leaves_nothing_behind(mode,
     assert all(tokens == every[0] for tokens in every)
 
 
+@pytest.mark.parametrize("placement", ["resident_hot", "ula"])
+def test_the_fast_path_changes_no_token_and_ends_when_the_device_is_full(placement):
+    """Rows of three requests fit the device until they grow; when all are done everything fits again."""
+    model, prompts = small_model("dp", 1), documents(4, 24)
+    params = [SamplingParams(max_tokens=16, temperature=float(i % 2), seed=i) for i in range(4)]
+    every, paths = [], []
+    for name, fast in ((placement, True), (placement, False), ("gpu_only", True)):
+        engine = make_engine(model, name, 260 if name == "gpu_only" else 110, 200, max_requests=3, fast_path=fast)
+        step, path = engine.runner.step, []
+        paths.append(path)
+
+        def spy(batch, sampling, resident, step=step, path=path):
+            path.append(resident)
+            return step(batch, sampling, resident)
+
+        engine.runner.step = spy
+        every.append(outputs(engine, prompts[:3], params[:3]) + outputs(engine, prompts[3:], params[3:]))
+    assert every[0] == every[1] == every[2]
+    turns = [a for a, b in zip(paths[0], [*paths[0][1:], None], strict=True) if a != b]
+    assert turns == [True, False, True]
+    assert not any(paths[1] + paths[2])
+
+
 @pytest.mark.parametrize(("placement", "device_rows", "host_rows"), BUDGETS)
 @pytest.mark.parametrize(("mode", "devices"), MODES)
 def test_as_many_are_admitted_as_capacity_says(mode, devices, placement, device_rows, host_rows):

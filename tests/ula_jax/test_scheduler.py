@@ -186,3 +186,41 @@ def test_what_can_never_run_is_refused_and_takes_nothing():
         SamplingParams(max_tokens=0)
     with pytest.raises(ValueError, match=r"found 32 and -0\.5"):
         SamplingParams(temperature=-0.5)
+
+
+def test_everything_is_resident_until_a_device_is_full_and_again_when_its_rank_is_empty():
+    requests = [request(0, 8, 4), request(1, 4, 4), request(2, 4, 4)]
+    made = scheduler(*requests, ranks=2, resident=8, device_slots=8)
+    made.admit()
+    assert [one.rank for one in requests] == [0, 1, 1]
+
+    def store(*counts):
+        step = [[(one, tokens) for one, tokens in zip(requests, counts, strict=True) if one.rank == r] for r in (0, 1)]
+        found = made.resident(step)
+        for one, tokens in zip(requests, counts, strict=True):
+            one.computed += tokens
+        return found
+
+    assert store(8, 4, 4), "eight rows each"
+    assert store(0, 0, 0)
+    assert not store(0, 1, 0), "nine rows of the second rank"
+    made.finish(requests[1], "eos")
+    assert not store(0, 0, 0), "any four of the nine may be on the host"
+    assert not made.resident([[], [(requests[2], 1)]])
+    made.finish(requests[2], "eos")
+    assert store(0, 0, 0), "nothing of the second rank is left"
+    assert not store(1, 0, 0)
+
+
+def test_a_stripe_holds_each_request_in_nearly_equal_parts():
+    requests = [request(0, 5, 3), request(1, 3, 5)]
+    made = scheduler(*requests, pages=100, stripe=4, resident=3, device_slots=3)
+    made.admit()
+    assert made.resident([[(requests[0], 5), (requests[1], 3)]]), "two rows and one on the first device"
+    assert not made.resident([[(requests[0], 5), (requests[1], 5)]])
+
+
+def test_placements_whose_rows_leave_at_other_times_are_never_resident():
+    made = scheduler(one := request(0, 2, 2), device_slots=100)
+    made.admit()
+    assert not made.resident([[(one, 2)]])

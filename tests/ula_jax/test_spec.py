@@ -81,7 +81,7 @@ def test_hisparse_holds_a_buffer_a_request_and_the_history_on_the_host(mode, ran
 def test_ula_adds_the_tiers_up():
     """20,000 device bytes, keys of 200 host rows taken off: 7200 hold 52 rows with their keys."""
     alone = make_placement("ula", Parallel("dp", 8)).capacity(SPEC, Budget(device=20_000, host=200 * 72))
-    assert alone == Capacity(SPEC, 8, addresses=240, device_slots=52, host_slots=188, working_set=52)
+    assert alone == Capacity(SPEC, 8, addresses=240, device_slots=52, host_slots=188, working_set=52, resident=52)
     assert alone.requests(64) == 3 * 8
     assert alone.requests(16) == 5 * 8  # five selections of nine in 52 rows
     assert alone.fits([64] * 3)
@@ -90,7 +90,8 @@ def test_ula_adds_the_tiers_up():
     assert not alone.fits([16] * 6)
     long = replace(SPEC, max_context=640)
     striped = make_placement("ula", Parallel("tp", 8)).capacity(long, Budget(device=20_000, host=200 * 72))
-    assert striped == Capacity(long, 1, addresses=2016, device_slots=52, host_slots=200, stripe=8, working_set=52)
+    rows = dict(device_slots=52, host_slots=200, working_set=52, resident=52)
+    assert striped == Capacity(long, 1, addresses=2016, stripe=8, **rows)
     assert striped.requests(640) == 3
     assert striped.requests(64) == 6  # 2016 addresses would hold 31; 8 rows each of one device's 52
     everything = make_placement("ula", Parallel("dp", 1)).capacity(SPEC, Budget(device=20_000))
@@ -116,9 +117,10 @@ def test_resident_hot_holds_what_the_host_holds_or_else_what_the_device_does(mod
     their keys: a host of 150 holds no page more."""
     placement = make_placement("resident_hot", Parallel(mode, 8))
     found = placement.capacity(SPEC, Budget(device=20_000, host=200 * 72))
-    assert found == Capacity(SPEC, ranks, addresses=192, device_slots=107, host_slots=192, working_set=107)
+    rows = dict(device_slots=107, host_slots=192, working_set=107, resident=107)
+    assert found == Capacity(SPEC, ranks, addresses=192, **rows)
     more = placement.capacity(SPEC, Budget(device=20_000, host=1000 * 72))
-    assert more == Capacity(SPEC, ranks, addresses=256, device_slots=50, host_slots=256, working_set=50)
+    assert more == Capacity(SPEC, ranks, addresses=256, device_slots=50, host_slots=256, working_set=50, resident=50)
     assert more.requests(64) == 256 // 64 * ranks
     for host in (0, 100, 150):
         alone = placement.capacity(SPEC, Budget(device=20_000, host=host * 72))

@@ -63,7 +63,7 @@ class ResidentHot:
             return Capacity(spec, self.parallel.ranks, device, device, 0)
         device = (budget.device - host * spec.index_bytes) // spec.row_bytes
         check_room("resident_hot", device, spec, budget)
-        return Capacity(spec, self.parallel.ranks, host, device, host, working_set=device)
+        return Capacity(spec, self.parallel.ranks, host, device, host, working_set=device, resident=device)
 
     def init(self, spec: KVSpec, budget: Budget) -> tuple[Group, ...]:
         size = self.capacity(spec, budget)

@@ -57,7 +57,7 @@ class Ula:
         check_room("ula", device, spec, budget)
         return Capacity(
             spec, self.parallel.ranks, (device + host) * stripe, device, host, stripe,
-            working_set=device if host else None,
+            working_set=device if host else None, resident=device if host else None,
         )  # fmt: skip
 
     def init(self, spec: KVSpec, budget: Budget) -> tuple[Group, ...]:
