@@ -59,8 +59,8 @@ class Moe(nnx.Module):
     """Routed experts and a shared expert.
 
     Every device runs all of its own experts on all tokens and weighs them by their gates, most of which are
-    zero. That is E / (P top-k) times the arithmetic needed (4 for 256 experts, top 8, 8 devices), and inner
-    activations of tokens x local experts x width. In return nothing is sorted, dropped or padded, the order
+    zero. That is E / (P top-k) times the arithmetic needed (4 for 256 experts, top 8, 8 devices), and
+    activations of tokens x local experts x hidden size. In return nothing is sorted, dropped or padded, the order
     of the sum is fixed, and a token's result cannot depend on its neighbours. DP gathers the tokens of all
     devices first and scatters the sum.
     """
@@ -100,4 +100,5 @@ class Moe(nnx.Module):
         local = jax.lax.dynamic_slice_in_dim(gates, first, gate.shape[0], axis=1)
         inner = jax.nn.silu(contract("td,eid->tei", x, gate)) * contract("td,eid->tei", x, up)
         weighed = (inner * local[..., None]).astype(x.dtype)
-        return contract("tei,edi->td", weighed, self.down_proj[...])
+        # Summed over experts and widths at once, XLA:GPU would first transpose all the weights.
+        return contract("tei,edi->etd", weighed, self.down_proj[...]).sum(0)
