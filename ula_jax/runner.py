@@ -88,7 +88,9 @@ class Runner:
             return _expand(KVState(groups, tuple(keys)))
 
         make = over(init, in_specs=(), out_specs=P(AXIS))
-        self.state: KVState = jax.jit(make, out_shardings=_shardings(jax.eval_shape(make), mesh))()
+        # The same in every result: what was left to XLA would be another argument, and compile the step once more.
+        self._shardings = _shardings(jax.eval_shape(make), mesh)
+        self.state: KVState = jax.jit(make, out_shardings=self._shardings)()
 
         def on_device(resident: bool, params: Any, state: KVState, batch: Batch, sampling: Sampling):
             decoder: Any = nnx.merge(graph, params)
@@ -118,7 +120,9 @@ class Runner:
                 out_specs=(by_rank, P(AXIS), P(AXIS)),
             )(params, state, batch, sampling)
 
-        self.step_function = jax.jit(step, donate_argnums=1, static_argnames="resident")
+        self.step_function = jax.jit(
+            step, donate_argnums=1, static_argnames="resident", out_shardings=(None, None, self._shardings)
+        )
 
         def release(state: KVState, addresses: Array) -> KVState:
             groups = tuple(placement.release(group, addresses) for group in state.groups)
@@ -137,7 +141,9 @@ class Runner:
         over = jax.shard_map(
             on_device, mesh=self.mesh, in_specs=(P(AXIS), by_rank), out_specs=P(AXIS), check_vma=False
         )
-        return jax.jit(lambda state, *arrays: over(state, arrays), donate_argnums=0)
+        return jax.jit(
+            lambda state, *arrays: over(state, arrays), donate_argnums=0, out_shardings=self._shardings
+        )
 
     def step(self, batch: Batch, sampling: Sampling, resident: bool = False) -> StepOutput:
         """Run one step; the state moves on. `resident`: every row is on the device and stays there

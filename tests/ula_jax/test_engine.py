@@ -1,5 +1,7 @@
 """Continuous batching: tokens, streaming, stops, aborts, admission and bad input."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,11 @@ def test_every_placement_decodes_the_same_tokens_and_leaves_nothing_behind(mode,
     assert all(tokens == every[0] for tokens in every)
 
 
+def spied(step, seen, batch, sampling, resident):
+    seen.append((batch.tokens.shape, resident))
+    return step(batch, sampling, resident)
+
+
 @pytest.mark.parametrize("placement", ["resident_hot", "ula"])
 def test_the_fast_path_changes_no_token_and_ends_when_the_device_is_full(placement):
     """Rows of three requests fit the device until they grow; when all are done everything fits again."""
@@ -49,15 +56,11 @@ def test_the_fast_path_changes_no_token_and_ends_when_the_device_is_full(placeme
     every, paths = [], []
     for name, fast in ((placement, True), (placement, False), ("gpu_only", True)):
         engine = make_engine(model, name, 260 if name == "gpu_only" else 110, 200, max_requests=3, fast_path=fast)
-        step, path = engine.runner.step, []
-        paths.append(path)
-
-        def spy(batch, sampling, resident, step=step, path=path):
-            path.append(resident)
-            return step(batch, sampling, resident)
-
-        engine.runner.step = spy
+        seen = []
+        engine.runner.step = partial(spied, engine.runner.step, seen)
         every.append(outputs(engine, prompts[:3], params[:3]) + outputs(engine, prompts[3:], params[3:]))
+        assert engine.runner.step_function._cache_size() == len(set(seen)), "nothing is compiled twice"
+        paths.append([resident for _, resident in seen])
     assert every[0] == every[1] == every[2]
     turns = [a for a, b in zip(paths[0], [*paths[0][1:], None], strict=True) if a != b]
     assert turns == [True, False, True]
