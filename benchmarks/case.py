@@ -31,6 +31,8 @@ class Case:
     """Least operations on 16-bit numbers."""
     bar: float | None = None
     """Microseconds that the fastest form should not exceed."""
+    ratio: float | None = None
+    """Speed-up over the base form that the fastest form should reach."""
     base: str = "reference"
     """The form that ratios are against."""
     outside: Mapping[str, Callable[[], float]] | None = None

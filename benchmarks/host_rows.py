@@ -39,28 +39,22 @@ class Shape:
     device: int
     n: int
     real: int
-    sort: bool = True
 
     @property
     def name(self) -> str:
         real = f"{self.real} of " if self.real < self.n else ""
-        return f"{self.layers} layers, {real}{self.n} slots{'' if self.sort else ' in no order'}"
+        return f"{self.layers} layers, {real}{self.n} slots"
 
 
 ONE = partial(Shape, 1, 13_500_000, 1 << 20)
 FOUR = partial(Shape, 4, 3_375_000, 1 << 18)
 CARDS = {
-    "fetch": (
-        ONE(1 << 18, 1 << 18), ONE(1 << 15, 1 << 15), FOUR(1 << 16, 1 << 16), FOUR(1 << 13, 1 << 13),
-        FOUR(1 << 13, 1 << 13, sort=False), FOUR(1 << 17, 1 << 11), FOUR(128, 128),
-    ),
-    "exchange": (
-        ONE(1 << 18, 1 << 18), ONE(1 << 15, 1 << 15), FOUR(1 << 16, 1 << 16), FOUR(1 << 13, 1 << 13), FOUR(128, 128),
-    ),
+    "fetch": (ONE(1 << 18, 1 << 18), FOUR(1 << 16, 1 << 16), FOUR(1 << 17, 1 << 11), FOUR(128, 128)),
+    "exchange": (ONE(1 << 18, 1 << 18), FOUR(1 << 16, 1 << 16), FOUR(128, 128)),
     "write_back": (FOUR(1 << 13, 1 << 13),),
     "read_host": (FOUR(1 << 15, 1 << 15),),
     "write_host": (FOUR(1 << 12, 1 << 12),),
-}  # fmt: skip
+}
 SMALL = {name: (Shape(2, 40, 20, 12, 9),) for name in CARDS}
 LAYER = 1
 
@@ -113,8 +107,7 @@ def lists(shape: Shape, rng: np.random.Generator) -> tuple[jax.Array, jax.Array]
     found = np.full((2, shape.n), EMPTY, np.int32)
     for row, size in zip(found, (shape.host, shape.device), strict=True):
         row[: shape.real] = rng.permutation(np.unique(rng.integers(0, size, 2 * shape.real + 64)))[: shape.real]
-    if shape.sort:
-        found[0, : shape.real].sort()
+    found[0, : shape.real].sort()
     return jnp.asarray(found[0]), jnp.asarray(found[1])
 
 

@@ -191,7 +191,7 @@ def alone(form: str, shape: Shape, misses: int, state: Alone, new: jax.Array) ->
         state.mapping.tables, found.arriving, found.source, given, found.counts, copies=True, implementation=form
     )
     slots, _ = resolve.slots_of(tables.location, selected, new.reshape(-1), implementation=form)
-    return Alone(state.step + 1, Mapping(*tables), books), (slots, moves, counts, tables)
+    return Alone(state.step + 1, Mapping(*tables), books), (slots, moves, counts)
 
 
 def policy_form(form: str) -> str:
@@ -240,9 +240,9 @@ def wrong_resident(form: str, result: Any, call: tuple) -> str | None:
 
 
 def wrong(shape: Shape, misses: int, form: str, result: Any, call: tuple) -> str | None:
-    _, (slots, moves, counts, tables) = result
+    state, (slots, moves, counts) = result
     selected = np.asarray(selection(shape, misses, np.int32(0))).reshape(-1)
-    if not np.array_equal(np.asarray(tables.device_address)[np.asarray(slots)], selected):
+    if not np.array_equal(np.asarray(state.mapping.device_address)[np.asarray(slots)], selected):
         return "a row is not in the slot that was found for it"
     counts, moved = Counts(*counts.tolist()), int((np.asarray(moves.target) >= 0).sum())
     missed = shape.requests * misses

@@ -13,6 +13,8 @@ from benchmarks.case import Case
 
 AHEAD = 4
 """Programs that a measurement times beyond the one that it takes to start."""
+SHORT, ENOUGH = 0.05, 2.0
+"""Seconds: of a program that takes longer one is enough, and a form is not timed for longer."""
 
 
 class Timing(NamedTuple):
@@ -43,7 +45,9 @@ def per_call(case: Case, form: str, repeats: int = 9) -> Timing:
         return time.perf_counter() - start
 
     seconds(2)
-    times = [1e6 * (seconds(AHEAD + 1) - seconds(1)) / (AHEAD * len(case.calls)) for _ in range(repeats)]
+    ahead = AHEAD if (one := seconds(1)) < SHORT else 1
+    repeats = max(2, min(repeats, int(ENOUGH / ((ahead + 2) * one))))
+    times = [1e6 * (seconds(ahead + 1) - seconds(1)) / (ahead * len(case.calls)) for _ in range(repeats)]
     quarters = statistics.quantiles(times, n=4)
     spans = _device_spans(once, PROFILED)
     device_us = 1e6 * statistics.median(spans) / len(case.calls) if spans else None

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ula_jax.report import progress_bar
-from ula_jax.types import Array, Int32, UInt32
+from ula_jax.types import Array
 
 T = TypeVar("T")
 
@@ -169,40 +169,6 @@ def _pin(devices: Sequence[Any], size: int) -> None:
                     bar.update(task, completed=min(size, max(0, before - (host_free() or before))) >> 30)
                 bar.update(task, completed=size >> 30)
         done.result()
-
-
-def host_gather(
-    pool: UInt32[Array, "layers slots words"], slots: Int32[Array, " n"], layer: int | None = None
-) -> UInt32[Array, "... n words"]:
-    """Rows of a host pool on the device: [layers, n, words], or [n, words] of one layer. Zeros where EMPTY.
-
-    Indices go to the host space and bounds are promised: with JAX's default index handling XLA copies the pool.
-    """
-    target, index = _select(pool, jnp.maximum(slots, 0), layer)
-    rows = to_device(target.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False))
-    return jnp.where((slots >= 0)[:, None], rows, 0)
-
-
-def host_scatter(
-    pool: UInt32[Array, "layers slots words"],
-    slots: Int32[Array, " n"],
-    rows: UInt32[Array, "... n words"],
-    layer: int | None = None,
-) -> UInt32[Array, "layers slots words"]:
-    """Host pool with rows written at distinct slots, EMPTY dropped; in place when the pool is donated."""
-    beyond = pool.shape[0] * pool.shape[1] + jnp.arange(slots.shape[0], dtype=jnp.int32)
-    target, index = _select(pool, jnp.where(slots >= 0, slots, beyond), layer)
-    written = target.at[index].set(to_host(rows), mode="drop", unique_indices=True, wrap_negative_indices=False)
-    return written.reshape(pool.shape)
-
-
-def _select(pool: Array, slots: Array, layer: int | None):
-    """The pool and an index of host arrays. One layer is an offset in the flat pool: a slice of it would be a copy,
-    and a static index beside a host one is built on the device, which JAX refuses to mix."""
-    if layer is None:
-        return pool, (slice(None), to_host(slots))
-    layers, num_slots, words = pool.shape
-    return pool.reshape(layers * num_slots, words), (to_host(slots + layer * num_slots),)
 
 
 def _gib(size: int) -> str:

@@ -90,7 +90,7 @@ class Runner:
         make = over(init, in_specs=(), out_specs=P(AXIS))
         # The same in every result: what was left to XLA would be another argument, and compile the step once more.
         self._shardings = _shardings(jax.eval_shape(make), mesh)
-        self.state: KVState = jax.jit(make, out_shardings=self._shardings)()
+        self.state: KVState = memory.build(make, self._shardings)
 
         def on_device(resident: bool, params: Any, state: KVState, batch: Batch, sampling: Sampling):
             decoder: Any = nnx.merge(graph, params)

@@ -84,7 +84,7 @@ def _check_copies(where: str, group: Group, held: np.ndarray, stored: np.ndarray
     twice = held[mapping.location[held] >= 0]
     slots = mapping.location[twice]
     for device, host in zip(group.device, group.host, strict=True):
-        same = np.all(np.asarray(device)[:, slots] == np.asarray(host)[:, twice], axis=(0, 2))
+        same = np.all(np.asarray(device)[:, slots] == np.asarray(host)[twice].swapaxes(0, 1), axis=(0, 2))
         _require(where, same.all(), "host: expected copies that equal the rows on the device", twice[~same])
 
 

@@ -5,8 +5,9 @@ sets the first bit of a word, or clears its last one, knows it from the value be
 summaries come out exact, whoever is first.
 
 Victims: the words of all buckets in victim order are cut into units. `count` counts the bits of each unit, and adds up
-those before it among its program's units; a unit of `take` adds the totals of the programs before, and then knows the
-places of its bits in the list. Population counts are shifts and adds, which the interpreter has too.
+those before it among its program's units. A program of `take` has an equal share of the victims: it gives up the units
+whose first bit is in its share, without a look at those that hold none. Population counts are shifts and adds, which
+the interpreter has too.
 """
 
 from typing import Any
@@ -29,7 +30,7 @@ POUR = 512
 UNIT, UNITS = 32, 64
 """Words of a unit, and units of one program that counts."""
 PROGRAMS = 1056
-"""That take victims, at most: each takes units until those before it hold enough."""
+"""That take victims, at most."""
 
 NONE = tl.constexpr(-1)
 ALL = tl.constexpr(0xFFFFFFFF)
@@ -275,10 +276,11 @@ def move_to_current(
     B: tl.constexpr,
 ):
     slot, live = _slots(slots, tl.program_id(0), N, NUM_SLOTS, B)
-    current = tl.load(order + ROUNDS - 1)
-    ring = tl.load(label + slot, mask=live, other=0).to(tl.int32)
-    _move(words, slot, live, ring, current, ROUNDS, LEVELS, WIDTH, PITCH)
-    tl.store(label + slot, current.to(tl.uint8), mask=live)
+    if tl.max(live.to(tl.int32)) > 0:
+        current = tl.load(order + ROUNDS - 1)
+        ring = tl.load(label + slot, mask=live, other=0).to(tl.int32)
+        _move(words, slot, live, ring, current, ROUNDS, LEVELS, WIDTH, PITCH)
+        tl.store(label + slot, current.to(tl.uint8), mask=live)
 
 
 @triton_call.kernel
@@ -296,8 +298,9 @@ def move_to_free(
     B: tl.constexpr,
 ):
     slot, live = _slots(slots, tl.program_id(0), N, NUM_SLOTS, B)
-    ring = tl.load(label + slot, mask=live, other=0).to(tl.int32)
-    _move(words, slot, live, ring, ROUNDS + 1, ROUNDS, LEVELS, WIDTH, PITCH)
+    if tl.max(live.to(tl.int32)) > 0:
+        ring = tl.load(label + slot, mask=live, other=0).to(tl.int32)
+        _move(words, slot, live, ring, ROUNDS + 1, ROUNDS, LEVELS, WIDTH, PITCH)
 
 
 @triton_call.kernel
@@ -419,30 +422,25 @@ def take(
     FILL: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
 ):
-    lane = tl.arange(0, LANES)
-    total = tl.load(totals + lane, mask=lane < COUNTED, other=0)
-    given = tl.minimum(tl.minimum(tl.load(count), LIMIT), tl.sum(total))
-    cold = _before(PER + 1, lane, total, inner, COUNTED, UNITS)
-    rings = _before(2 * (PER + 1), lane, total, inner, COUNTED, UNITS)
+    lane, upto, given, rank, end = _share(count, totals, inner, UNITS, COUNTED, LANES, GRID, LIMIT)
+    cold = _before(PER + 1, lane, upto, inner, COUNTED, UNITS)
+    rings = _before(2 * (PER + 1), lane, upto, inner, COUNTED, UNITS)
     last_cold = tl.minimum(given, rings) - 1
-    unit = tl.program_id(0)
-    if (unit == 0) & (last_cold < cold):
+    if (tl.program_id(0) == 0) & (last_cold < cold):
         tl.store(passed, tl.load(hand))
-    at = _before(unit, lane, total, inner, COUNTED, UNITS)
-    while (unit < NUMBER) & (at < given):
+    while rank < end:
+        unit, stop = _unit_of(rank, lane, upto, inner, UNITS)
         bucket, first, turn, start = _unit(unit, order, hand, ROUNDS, PER, UNIT)
-        word_at, slot, rank, taken = _bits(words, bucket, first, turn, start, at, given, WIDTH, PITCH, PER, UNIT)
-        tl.store(victims + rank, slot, mask=taken)
+        word_at, slot, place, taken = _bits(words, bucket, first, turn, start, rank, given, WIDTH, PITCH, PER, UNIT)
+        tl.store(victims + place, slot, mask=taken)
         one = _bit(tl.arange(0, 32))
         gone = tl.sum(tl.where(taken, one[None, :], 0), axis=1).to(tl.uint32)
         before = tl.atomic_and(words + bucket * PITCH + word_at, gone ^ ALL, mask=gone != 0, sem="relaxed")
         _clear_above(words, bucket, word_at, (gone != 0) & (before == gone), LEVELS, WIDTH, PITCH)
-        if (last_cold >= cold) & (unit > PER) & (unit < 2 * (PER + 1)):
-            after = tl.max(tl.where(taken & (rank == last_cold), slot + 1, 0))
-            if after > 0:
-                tl.store(passed, after % NUM_SLOTS)
-        unit += GRID
-        at = _before(unit, lane, total, inner, COUNTED, UNITS)
+        if (rank <= last_cold) & (last_cold < stop) & (last_cold >= cold):
+            after = tl.max(tl.where(taken & (place == last_cold), slot + 1, 0))
+            tl.store(passed, after % NUM_SLOTS)
+        rank = stop
     _fill(victims, given, GRID, LIMIT, FILL)
 
 
@@ -468,20 +466,52 @@ def read_off(
     LIMIT: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    lane = tl.arange(0, LANES)
-    total = tl.load(totals + lane, mask=lane < COUNTED, other=0)
-    given = tl.minimum(tl.minimum(tl.load(count), LIMIT), tl.sum(total))
-    unit = tl.program_id(0)
-    if unit == 0:
-        tl.store(everything, tl.sum(total))
-    at = _before(unit, lane, total, inner, COUNTED, UNITS)
-    while (unit < NUMBER) & (at < given):
+    lane, upto, given, rank, end = _share(count, totals, inner, UNITS, COUNTED, LANES, GRID, LIMIT)
+    if tl.program_id(0) == 0:
+        tl.store(everything, tl.max(upto))
+    while rank < end:
+        unit, stop = _unit_of(rank, lane, upto, inner, UNITS)
         bucket, first, turn, start = _unit(unit, count, count, ROUNDS, PER, UNIT)
-        _, slot, rank, taken = _bits(words, bucket, first, turn, start, at, given, WIDTH, PITCH, PER, UNIT)
-        tl.store(found + rank, slot, mask=taken)
-        unit += GRID
-        at = _before(unit, lane, total, inner, COUNTED, UNITS)
+        _, slot, place, taken = _bits(words, bucket, first, turn, start, rank, given, WIDTH, PITCH, PER, UNIT)
+        tl.store(found + place, slot, mask=taken)
+        rank = stop
     _fill(found, given, GRID, LIMIT, FILL)
+
+
+@triton_call.kernel
+def _share(
+    count,
+    totals,
+    inner,
+    UNITS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    LANES: tl.constexpr,
+    GRID: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Bits up to and with each program that counted, how many are given in all, and between which ranks the units begin
+    that are this program's."""
+    lane = tl.arange(0, LANES)
+    upto = tl.cumsum(tl.load(totals + lane, mask=lane < COUNTED, other=0))
+    given = tl.minimum(tl.minimum(tl.load(count), LIMIT), tl.max(upto))
+    each = (given + GRID - 1) // GRID
+    rank = tl.program_id(0) * each
+    end = tl.minimum(rank + each, given)
+    if (rank > 0) & (rank < end):
+        _, rank = _unit_of(rank - 1, lane, upto, inner, UNITS)
+    return lane, upto, given, rank, end
+
+
+@triton_call.kernel
+def _unit_of(rank, lane, upto, inner, UNITS: tl.constexpr):
+    """The unit that holds the bit of a rank, and the rank of the first bit behind it."""
+    counted = tl.sum((upto <= rank).to(tl.int32))
+    total = tl.max(upto)
+    number = tl.arange(0, UNITS)
+    first = tl.max(tl.where(lane < counted, upto, 0)) + tl.load(inner + counted * UNITS + number)
+    within = tl.sum((first <= rank).to(tl.int32)) - 1  # a unit without bits begins where the next one does
+    stop = tl.minimum(tl.min(tl.where(number > within, first, total)), tl.min(tl.where(lane >= counted, upto, total)))
+    return counted * UNITS + within, stop
 
 
 @triton_call.kernel
@@ -506,10 +536,10 @@ def _kept(at, turn, start, PER: tl.constexpr):
 
 
 @triton_call.kernel
-def _before(unit, lane, total, inner, COUNTED: tl.constexpr, UNITS: tl.constexpr):
-    """Bits in all units before this one; `total` are those of each program that counted."""
+def _before(unit, lane, upto, inner, COUNTED: tl.constexpr, UNITS: tl.constexpr):
+    """Bits in all units before this one."""
     within = tl.load(inner + unit, mask=unit < COUNTED * UNITS, other=0)
-    return tl.sum(tl.where(lane < unit // UNITS, total, 0)) + within
+    return tl.max(tl.where(lane < unit // UNITS, upto, 0)) + within
 
 
 @triton_call.kernel
@@ -526,15 +556,16 @@ def _bits(
     PER: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Words of a unit, and for each of their bits its number, its rank and whether it is among those given."""
+    """Words of a unit, and for each of their bits its number, its place in the list and whether it is among those
+    given. `before` is the place of the unit's first bit."""
     at = first + tl.arange(0, UNIT)
     word = tl.load(words + bucket * PITCH + at, mask=at < WIDTH, other=0) & _kept(at, turn, start, PER)
     ones = _ones(word)
     base = before + tl.cumsum(ones) - ones
     lane = tl.arange(0, 32)
     bit = _bit(lane)[None, :]
-    rank = base[:, None] + _ones(word[:, None] & (bit - 1))
-    return at, at[:, None] * 32 + lane[None, :], rank, ((word[:, None] & bit) != 0) & (rank < given)
+    place = base[:, None] + _ones(word[:, None] & (bit - 1))
+    return at, at[:, None] * 32 + lane[None, :], place, ((word[:, None] & bit) != 0) & (place < given)
 
 
 @triton_call.kernel

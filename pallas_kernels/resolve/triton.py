@@ -1,8 +1,9 @@
 """Address resolution in Triton: three launches to find, one to move, one to look up.
 
 `mark` sets a bit for every needed slot in one bitmap, host slots before device slots. `tally` counts the bits of each
-block of it, so that `collect` knows where the list of each block begins and can write the lists of all blocks at once.
-(Counted while the bits are set, by atomics on a number for each block, they took 60 us and not 2.)
+block of it, and adds up those before it among its program's blocks; `collect` adds the totals of the programs before,
+knows where the list of each block begins, and writes the lists of all blocks at once. (Counted while the bits are set,
+by atomics on a number for each block, they took 60 us and not 2.)
 """
 
 from typing import Any
@@ -15,13 +16,14 @@ from jaxtyping import Array, Int32
 from pallas_kernels import triton_call
 from pallas_kernels.resolve.tables import Counts, Found, Moves, Tables, limit
 
-MARK, WORDS, MOVE = 512, 128, 512
-"""Entries, bitmap words and arrivals of one program."""
-TALLY = 8
+MARK, MOVE = 512, 512
+"""Entries and arrivals of one program."""
+HOST_WORDS, DEVICE_WORDS = 128, 32
+"""Bitmap words of a block, at least. On the host few bits are set, on the device many."""
+MOST_BLOCKS = 4096
+"""Of either part of the bitmap."""
+TALLY = 16
 """Blocks of the bitmap that one program counts."""
-
-MOST_BLOCKS = 2048
-"""Of the bitmap: every program of `collect` adds up the counts of all blocks before its own."""
 
 NONE = tl.constexpr(-1)
 NO_PLACE = tl.constexpr(-(2**31))
@@ -30,10 +32,14 @@ NO_PLACE = tl.constexpr(-(2**31))
 def find(tables: Tables, selected: Int32[Array, " n"], new: Int32[Array, " new"], interpret: bool = False) -> Found:
     most, n, k = limit(selected.shape[0], new.shape[0], tables), selected.shape[0], new.shape[0]
     host, device = tables.host_address.shape[0], tables.device_address.shape[0]
-    words = max(WORDS, _power_of_2(_cdiv(host + device, 32 * MOST_BLOCKS)))
-    host_blocks, device_blocks = _cdiv(host, 32 * words), _cdiv(device, 32 * words)
-    blocks = host_blocks + device_blocks
-    layout: dict[str, Any] = dict(TOTALS=blocks * words, HOST_BLOCKS=host_blocks, WORDS=words)
+    host_words, host_tallies = _blocks(host, HOST_WORDS)
+    device_words, device_tallies = _blocks(device, DEVICE_WORDS)
+    tallies = host_tallies + device_tallies
+    start = host_tallies * TALLY * host_words
+    words = start + device_tallies * TALLY * device_words
+    tiers: dict[str, Any] = dict(
+        START=start, HOST_TALLIES=host_tallies, HOST_WORDS=host_words, DEVICE_WORDS=device_words, EACH=TALLY
+    )
 
     (marks,) = triton_call.call(
         _mark,
@@ -41,23 +47,22 @@ def find(tables: Tables, selected: Int32[Array, " n"], new: Int32[Array, " new"]
         selected,
         new,
         grid=(_cdiv(n, MARK) + _cdiv(k, MARK),),
-        out=[_ints(blocks * words + 2)],
+        out=[_ints(words + 2)],
         zeroed=[0],
         interpret=interpret,
         N=n,
         K=k,
+        START=start,
+        TOTALS=words,
         B=MARK,
-        **layout,
     )
-    (held,) = triton_call.call(
+    inner, totals = triton_call.call(
         _tally,
         marks,
-        grid=(_cdiv(blocks, TALLY),),
-        out=[_ints(blocks)],
+        grid=(tallies,),
+        out=[_ints(tallies * TALLY), _ints(tallies)],
         interpret=interpret,
-        BLOCKS=blocks,
-        WORDS=words,
-        EACH=TALLY,
+        **tiers,
     )
     slots, arriving, source, count, counts = triton_call.call(
         _collect,
@@ -66,17 +71,19 @@ def find(tables: Tables, selected: Int32[Array, " n"], new: Int32[Array, " new"]
         tables.host_free_count,
         new,
         marks,
-        held,
-        grid=(blocks + 1,),
+        inner,
+        totals,
+        grid=(tallies * TALLY + 1,),
         out=[_ints(2 * most), _ints(most), _ints(most), _ints(1), _ints(len(Counts._fields))],
         interpret=interpret,
         K=k,
         MOST=most,
-        BLOCKS=blocks,
-        LANES=_power_of_2(blocks),
-        FILL=min(1024, _power_of_2(_cdiv(2 * most, blocks))),
+        TALLIES=tallies,
+        LANES=_power_of_2(tallies),
+        FILL=min(1024, _power_of_2(_cdiv(2 * most, tallies * TALLY))),
+        TOTALS=words,
         B=128,
-        **layout,
+        **tiers,
     )
     return Found(slots, arriving, source, count.reshape(()), counts)
 
@@ -131,6 +138,12 @@ def slots_of(
     return found, placed
 
 
+def _blocks(slots: int, words: int) -> tuple[int, int]:
+    """Words of a block of the bitmap over so many slots, and programs that tally its blocks."""
+    words = max(words, _power_of_2(_cdiv(slots, 32 * MOST_BLOCKS))) if slots else words
+    return words, _cdiv(slots, 32 * words * TALLY)
+
+
 def _ints(size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((size,), jnp.int32)
 
@@ -151,9 +164,8 @@ def _mark(
     marks,
     N: tl.constexpr,
     K: tl.constexpr,
+    START: tl.constexpr,
     TOTALS: tl.constexpr,
-    HOST_BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr,
     B: tl.constexpr,
 ):
     """`marks`: the bitmap, and how many entries are there and how many fresh rows."""
@@ -165,20 +177,40 @@ def _mark(
     place = tl.load(location + address, mask=address >= 0, other=NO_PLACE)
     stored, here = place != NO_PLACE, place >= 0
 
-    bit = tl.where(here, HOST_BLOCKS * WORDS * 32 + place, ~place)
+    bit = tl.where(here, START * 32 + place, ~place)
     tl.atomic_or(marks + (bit >> 5), 1 << (bit & 31), mask=stored, sem="relaxed")
     entry, is_fresh = (address >= 0) & (behind < 0), (fresh >= 0) & ~stored
     both = tl.sum(entry.to(tl.int32) + is_fresh.to(tl.int32) * 65536)
-    tl.atomic_add(marks + TOTALS, both & 65535, sem="relaxed")
-    tl.atomic_add(marks + TOTALS + 1, both // 65536, sem="relaxed")
+    tl.atomic_add(marks + TOTALS, both & 65535, mask=both > 0, sem="relaxed")
+    tl.atomic_add(marks + TOTALS + 1, both // 65536, mask=both > 65535, sem="relaxed")
 
 
 @triton_call.kernel
-def _tally(marks, held, BLOCKS: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr):
-    block = tl.program_id(0) * EACH + tl.arange(0, EACH)
-    at = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    word = tl.load(marks + at, mask=(block < BLOCKS)[:, None], other=0).to(tl.uint32, bitcast=True)
-    tl.store(held + block, tl.sum(_ones(word), axis=1), mask=block < BLOCKS)
+def _tally(
+    marks,
+    inner,
+    totals,
+    START: tl.constexpr,
+    HOST_TALLIES: tl.constexpr,
+    HOST_WORDS: tl.constexpr,
+    DEVICE_WORDS: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    program = tl.program_id(0)
+    block = program * EACH + tl.arange(0, EACH)[:, None]
+    if program < HOST_TALLIES:
+        ones = _ones_of(marks + block * HOST_WORDS + tl.arange(0, HOST_WORDS)[None, :])
+    else:
+        block_there = block - HOST_TALLIES * EACH
+        ones = _ones_of(marks + START + block_there * DEVICE_WORDS + tl.arange(0, DEVICE_WORDS)[None, :])
+    tl.store(inner + program * EACH + tl.arange(0, EACH), tl.cumsum(ones) - ones)
+    tl.store(totals + program, tl.sum(ones))
+
+
+@triton_call.kernel
+def _ones_of(at):
+    """Bits set in each row of words."""
+    return tl.sum(_ones(tl.load(at).to(tl.uint32, bitcast=True)), axis=1)
 
 
 @triton_call.kernel
@@ -188,7 +220,8 @@ def _collect(
     host_free_count,
     new,
     marks,
-    tallied,
+    inner,
+    totals,
     slots,
     arriving,
     source,
@@ -196,41 +229,39 @@ def _collect(
     counts,
     K: tl.constexpr,
     MOST: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TALLIES: tl.constexpr,
     LANES: tl.constexpr,
     FILL: tl.constexpr,
+    START: tl.constexpr,
     TOTALS: tl.constexpr,
-    HOST_BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr,
+    HOST_TALLIES: tl.constexpr,
+    HOST_WORDS: tl.constexpr,
+    DEVICE_WORDS: tl.constexpr,
+    EACH: tl.constexpr,
     B: tl.constexpr,
 ):
     block = tl.program_id(0)
     fresh, lane = tl.load(marks + TOTALS + 1), tl.arange(0, LANES)
-    held = tl.load(tallied + lane, mask=lane < BLOCKS, other=0)
-    misses = tl.sum(tl.where(lane < HOST_BLOCKS, held, 0))
+    held = tl.load(totals + lane, mask=lane < TALLIES, other=0)
+    misses = tl.sum(tl.where(lane < HOST_TALLIES, held, 0))
     hits = tl.sum(held) - misses
-    if block < BLOCKS:
-        here = block >= HOST_BLOCKS
-        before = tl.where((lane < block) & ((lane >= HOST_BLOCKS) == here), held, 0)
-        word_at = block * WORDS + _lanes(WORDS)
+    before = tl.sum(tl.where(lane < block // EACH, held, 0)) + tl.load(inner + block, mask=block < TALLIES * EACH)
+    if block < HOST_TALLIES * EACH:
+        word_at = block * HOST_WORDS + _lanes(HOST_WORDS)
         word = tl.load(marks + word_at).to(tl.uint32, bitcast=True)
         ones = _ones(word)
-        at = tl.sum(before) + tl.cumsum(ones) - ones
-        slot = word_at * 32
-        if here:
-            slot -= HOST_BLOCKS * WORDS * 32
-        else:
-            at += fresh
+        at = fresh + before + tl.cumsum(ones) - ones
         while tl.max((word != 0).to(tl.int32)) > 0:
-            lowest = slot + _ones(word ^ (word - 1)) - 1
+            lowest = word_at * 32 + _ones(word ^ (word - 1)) - 1
             some = (word != 0) & (at < MOST)
-            if here:
-                tl.store(slots + at, lowest, mask=some)
-            else:
-                tl.store(source + at, lowest, mask=some)
-                tl.store(arriving + at, tl.load(host_address + lowest, mask=some), mask=some)
+            tl.store(source + at, lowest, mask=some)
+            tl.store(arriving + at, tl.load(host_address + lowest, mask=some), mask=some)
             word = word & (word - 1)
             at += 1
+    elif block < TALLIES * EACH:
+        _write_all(
+            slots, marks + START, (block - HOST_TALLIES * EACH) * DEVICE_WORDS, before - misses, MOST, DEVICE_WORDS
+        )
     else:
         seen = 0
         for start in range(0, K, B):
@@ -252,12 +283,23 @@ def _collect(
         tl.store(counts + 5, 0)
         tl.store(counts + 6, 0)
         tl.store(counts + 7, tl.maximum(all_of_them - MOST, 0))
-    for turn in range(tl.cdiv(2 * MOST, (BLOCKS + 1) * FILL)):
-        i = (turn * (BLOCKS + 1) + block) * FILL + tl.arange(0, FILL)
+    for turn in range(tl.cdiv(2 * MOST, (TALLIES * EACH + 1) * FILL)):
+        i = (turn * (TALLIES * EACH + 1) + block) * FILL + tl.arange(0, FILL)
         tl.store(slots + i, NONE, mask=(i >= hits) & (i < 2 * MOST))
         beyond = (i >= fresh + misses) & (i < MOST)
         tl.store(arriving + i, NONE, mask=beyond)
         tl.store(source + i, NONE, mask=beyond)
+
+
+@triton_call.kernel
+def _write_all(out, words, first, before, MOST: tl.constexpr, WORDS: tl.constexpr):
+    """Numbers of the bits that are set in some words, from place `before` on: all at once, for words with many."""
+    word_at, bit = first + tl.arange(0, WORDS), tl.arange(0, 32)[None, :].to(tl.uint32)
+    word = tl.load(words + word_at).to(tl.uint32, bitcast=True)
+    ones = _ones(word)
+    at = (before + tl.cumsum(ones) - ones)[:, None] + _ones(word[:, None] & ((tl.zeros_like(bit) + 1 << bit) - 1))
+    some = (((word[:, None] >> bit) & 1) != 0) & (at < MOST)
+    tl.store(out + at, word_at[:, None] * 32 + bit.to(tl.int32), mask=some)
 
 
 @triton_call.kernel
@@ -320,7 +362,8 @@ def _rewrite(
         written = shelter >= 0
         tl.store(host_free + place, origin, mask=pushed)
         tl.store(host_address + origin, NONE, mask=pushed)
-        tl.atomic_add(free, tl.sum(pushed.to(tl.int32)) - tl.sum((popped & written).to(tl.int32)), sem="relaxed")
+        change = tl.sum(pushed.to(tl.int32)) - tl.sum((popped & written).to(tl.int32))
+        tl.atomic_add(free, change, mask=change != 0, sem="relaxed")
     tl.store(location + victim, ~shelter, mask=shelter >= 0)
     tl.store(host_address + shelter, victim, mask=shelter >= 0)
     tl.store(location + address, slot, mask=comes)
@@ -329,9 +372,10 @@ def _rewrite(
     tl.store(leaving + at, tl.where(written, slot, NONE), mask=at < MOST)
     tl.store(refuge + at, tl.where(written, shelter, NONE), mask=at < MOST)
     lost = ((address >= 0) & ~comes) | (leaves & (shelter < 0))
-    tl.atomic_add(counts + 5, tl.sum(leaves.to(tl.int32)), sem="relaxed")
-    tl.atomic_add(counts + 6, tl.sum(written.to(tl.int32)), sem="relaxed")
-    tl.atomic_add(counts + 7, tl.sum(lost.to(tl.int32)), sem="relaxed")
+    if tl.max(address) >= 0:  # most programs have nothing: thousands of zeros for one address would have to queue
+        tl.atomic_add(counts + 5, tl.sum(leaves.to(tl.int32)), sem="relaxed")
+        tl.atomic_add(counts + 6, tl.sum(written.to(tl.int32)), sem="relaxed")
+        tl.atomic_add(counts + 7, tl.sum(lost.to(tl.int32)), sem="relaxed")
 
 
 @triton_call.kernel

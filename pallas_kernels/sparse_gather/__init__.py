@@ -15,7 +15,8 @@ read of the same pool; otherwise XLA copies the pool. What makes the order safe 
 read ones (XLA fuses the read into the write). XLA:CPU of JAX 0.10 ignores the barrier, and copies.
 
 `implementation`: `auto`, `reference` (jnp, any platform), `triton` (CUDA) or `triton_interpret` (the same kernels in
-Triton's CPU interpreter: slow, for tests).
+Triton's CPU interpreter: slow, for tests); where all rows are on the device also `mosaic` (Pallas Mosaic GPU, Hopper
+and newer) and `mosaic_interpret`.
 """
 
 from collections.abc import Callable
@@ -24,12 +25,12 @@ from functools import partial
 from jaxtyping import Array, Int32, UInt32
 
 from pallas_kernels import triton_call
-from pallas_kernels.dispatch import choose
-from pallas_kernels.sparse_gather import reference
+from pallas_kernels.dispatch import choose, gpu_interpreter, needs
+from pallas_kernels.sparse_gather import mosaic, reference
 from pallas_kernels.sparse_gather.reference import EMPTY, HostLanes, Lanes
 
 ON_DEVICE = ("reference",)
-"""What `auto` may take where all rows are on the device."""
+"""What `auto` may take where all rows are on the device: no other form is faster there (docs/log.md)."""
 WITH_HOST = ("triton", "reference")
 
 
@@ -42,14 +43,14 @@ def gather(
 ) -> UInt32[Array, "n words"]:
     """Rows of one layer; zeros where `slots` is EMPTY. IndexError if there is no such layer."""
     _check_layer(pool.shape[0], layer)
-    return _form("gather", implementation, ON_DEVICE)(pool, layer, slots)
+    return _form("gather", implementation, ON_DEVICE, pool.shape[2])(pool, layer, slots)
 
 
 def gather_layers(
     pool: UInt32[Array, "layers slots words"], slots: Int32[Array, " n"], *, implementation: str = "auto"
 ) -> UInt32[Array, "layers n words"]:
     """Rows of every layer, one slot list for all; zeros where `slots` is EMPTY."""
-    return _form("gather_layers", implementation, ON_DEVICE)(pool, slots)
+    return _form("gather_layers", implementation, ON_DEVICE, pool.shape[2])(pool, slots)
 
 
 def scatter(
@@ -62,7 +63,7 @@ def scatter(
 ) -> UInt32[Array, "layers slots words"]:
     """The pool with `rows` in one layer at `slots`; rows at EMPTY are dropped. IndexError if there is no such layer."""
     _check_layer(pool.shape[0], layer)
-    return _form("scatter", implementation, ON_DEVICE)(pool, layer, slots, rows)
+    return _form("scatter", implementation, ON_DEVICE, pool.shape[2])(pool, layer, slots, rows)
 
 
 def scatter_layers(
@@ -73,7 +74,7 @@ def scatter_layers(
     implementation: str = "auto",
 ) -> UInt32[Array, "layers slots words"]:
     """The pool with `rows` in every layer at `slots`; rows at EMPTY are dropped."""
-    return _form("scatter_layers", implementation, ON_DEVICE)(pool, slots, rows)
+    return _form("scatter_layers", implementation, ON_DEVICE, pool.shape[2])(pool, slots, rows)
 
 
 def read_host(
@@ -145,10 +146,16 @@ def exchange(
     return _form("exchange", implementation, WITH_HOST)(device, host, source, target, victim, refuge)
 
 
-def _form(name: str, implementation: str, prefer: tuple[str, ...]) -> Callable:
-    chosen = choose(f"sparse_gather.{name}", implementation, {"reference": None, **triton_call.forms()}, prefer)
+def _form(name: str, implementation: str, prefer: tuple[str, ...], words: int | None = None) -> Callable:
+    forms = {"reference": None, **triton_call.forms()}
+    if words is not None:
+        shape = mosaic.unsupported(words)
+        forms |= {"mosaic": shape or needs("gpu"), "mosaic_interpret": shape or needs("cpu")}
+    chosen = choose(f"sparse_gather.{name}", implementation, forms, prefer)
     if chosen == "reference":
         return getattr(reference, name)
+    if chosen.startswith("mosaic"):
+        return partial(getattr(mosaic, name), interpret=gpu_interpreter() if chosen == "mosaic_interpret" else None)
     from pallas_kernels.sparse_gather import triton
 
     return partial(getattr(triton, name), interpret=chosen == "triton_interpret")

@@ -55,13 +55,13 @@ class Step:
         keys = {(s.dtype, s.size) for s in self.pools}
         mapping = self.runner.state.groups[0].mapping
         keys |= {("s32", table[0].size) for table in (mapping.location, mapping.device_address) if table[0].size}
-        return keys | {(s.dtype, s.size // s.dims[1]) for s in self.pools if len(s.dims) == 4}
+        return keys | {(s.dtype, s.size // _layers(s)) for s in self.pools if len(s.dims) == 4}
 
     @property
     def limit(self) -> int:
         """Bytes of the smallest pool layer that holds latents, or of the smallest index keys."""
         words = self.spec.row.lanes[0]
-        layers = [s.nbytes // s.dims[1] for s in self.pools if len(s.dims) == 4 and s.dims[-1] == words]
+        layers = [s.nbytes // _layers(s) for s in self.pools if len(s.dims) == 4 and s.dims[-1] == words]
         return min(layers + [s.nbytes for s in self.pools if len(s.dims) == 3])
 
     @property
@@ -132,6 +132,10 @@ def read(executable: Any) -> tuple[Program, int]:
     memory = executable.get_compiled_memory_stats()
     program = Program(executable.hlo_modules()[0].to_string())
     return program, max(memory.temp_size_in_bytes, memory.host_temp_size_in_bytes)
+
+
+def _layers(pool: Shape) -> int:
+    return pool.dims[2] if pool.host else pool.dims[1]
 
 
 def _local(pool: jax.Array) -> Shape:

@@ -64,7 +64,11 @@ def test_ratios_bars_and_floors():
     outside = {"twice": lambda: 2e9, "half": lambda: 1e9}
     rows = measured(case(outside=outside, bar=1.5e9, base="twice", device_bytes=10**6))
     assert [rows[name]["met"] for name in ("twice", "half")] == [False, True]
+    assert rows["half"]["bar"] == "1500000000 us"
     assert "speedup" in rows["reference"]
+    relative = measured(case(outside=outside, ratio=1.5, base="twice"))
+    assert [relative[name]["met"] for name in ("twice", "half")] == [False, True]
+    assert relative["half"]["bar"] == "1.50 x"
     assert rows["half"]["of_floor"] == pytest.approx(1e3 / 1e9)  # 1 MB at 1 GB/s takes 1000 us
     assert RATES.floor(0, 10**6, 0) == pytest.approx(1e3)
     assert RATES.floor(0, 10**3, 10**9) == pytest.approx(1e3)
@@ -72,6 +76,13 @@ def test_ratios_bars_and_floors():
 
 def test_only_named_forms_run_besides_the_base():
     assert set(measured(case(), forms=("other",))) == {"reference", "other"}
+
+
+def test_bars_alone_leaves_out_the_rest(monkeypatch):
+    cases = [case(shape="bar", bar=1e9), case(shape="ratio", ratio=2.0), case(shape="neither")]
+    monkeypatch.setattr("benchmarks.topk.cases", lambda rng, small: cases)
+    result = run(Config(only=("topk",), forms=("base",), small=True, bars=True, repeats=2))
+    assert [row["shape"] for row in result["rows"]] == ["bar", "ratio"]
 
 
 def test_state_goes_from_call_to_call():

@@ -1,7 +1,4 @@
-"""Memory kinds bit for bit, and host pools that are read and written where they are."""
-
-import functools
-import re
+"""Memory kinds bit for bit; state that is built where it belongs, or refused with the numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ula_jax import memory
 from ula_jax.parallel import make_mesh
 
-LAYERS, SLOTS, WORDS = 3, 11, 5
-
-
-def pool(seed=0):
-    return np.random.default_rng(seed).integers(0, 2**32, (LAYERS, SLOTS, WORDS), np.uint32)
+GIB = 1 << 30
 
 
 def on_host(array):
@@ -53,60 +46,88 @@ def test_f24_shards_keep_their_bits_and_kind(devices):
             np.testing.assert_array_equal(np.asarray(shard.data).view(np.uint16), array[shard.index].view(np.uint16))
 
 
-@pytest.mark.parametrize("layer", [None, 0, 2])
-def test_host_gather_equals_numpy(layer):
-    data, slots = pool(), np.array([4, -1, 0, 10, 4, -1], np.int32)
-    found = jax.jit(functools.partial(memory.host_gather, layer=layer))(on_host(data), slots)
-    assert kind(found) == "device"
-    expected = np.where((slots >= 0)[:, None], data[:, slots], 0)
-    np.testing.assert_array_equal(found, expected if layer is None else expected[layer])
+def state():
+    return {"books": jnp.arange(16, dtype=jnp.int32).reshape(8, 2), "rows": jnp.zeros((8, 3, 5), jnp.uint32)}
 
 
-@pytest.mark.parametrize("layer", [None, 0, 2])
-def test_host_scatter_equals_numpy_and_stays_on_the_host(layer):
-    data, slots = pool(), np.array([4, -1, 0, 10, -1], np.int32)
-    rows = pool(1)[:, :5] if layer is None else pool(1)[layer, :5]
-    expected = data.copy()
-    expected[slice(None) if layer is None else layer, slots[slots >= 0]] = rows[..., slots >= 0, :]
-    written = jax.jit(functools.partial(memory.host_scatter, layer=layer))(on_host(data), slots, rows)
-    assert kind(written) == "pinned_host"
-    assert written.shape == data.shape
-    np.testing.assert_array_equal(written, expected)
+def places(devices, host=True):
+    mesh = make_mesh(devices)
+    return {"books": memory.sharding(mesh, P("kv")), "rows": memory.sharding(mesh, P("kv"), host=host)}
 
 
-def test_nothing_but_empty_changes_nothing():
-    data, nothing = pool(), np.full(4, -1, np.int32)
-    assert not np.asarray(jax.jit(memory.host_gather)(on_host(data), nothing)).any()
-    written = jax.jit(memory.host_scatter)(on_host(data), nothing, pool(1)[:, :4])
-    np.testing.assert_array_equal(written, data)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_state_is_built_where_it_belongs(devices):
+    made = memory.build(state, places(devices))
+    assert {name: kind(leaf) for name, leaf in made.items()} == {"books": "device", "rows": "pinned_host"}
+    assert all(len(leaf.addressable_shards) == devices for leaf in made.values())
+    np.testing.assert_array_equal(made["books"], state()["books"])
+    np.testing.assert_array_equal(made["rows"], state()["rows"])
 
 
-def pool_copies(function, donate, *arguments):
-    """Operations of the compiled program that make another pool, and whether the result is the donated buffer."""
-    compiled = jax.jit(function, donate_argnums=0 if donate else ()).lower(*arguments).compile()
-    text = compiled.as_text()
-    sizes = {f"u32[{LAYERS},{SLOTS},{WORDS}]", f"u32[{LAYERS * SLOTS},{WORDS}]"}
-    copies = re.findall(r"= (u32\[[\d,]+\])\S* copy\(", text)
-    return [copy for copy in copies if copy in sizes], "may-alias" in text or "must-alias" in text
+class Card:
+    """A GPU with so much memory."""
+
+    platform = "gpu"
+
+    def __init__(self, total, used=0):
+        self.stats = {"bytes_limit": total, "bytes_in_use": used}
+
+    def memory_stats(self):
+        return self.stats
+
+    def __str__(self):
+        return "cuda:0"
 
 
-@pytest.mark.parametrize("layer", [None, 1])
-def test_a_donated_host_pool_is_written_in_place(layer):
-    slots = np.array([3, -1], np.int32)
-    rows = pool(1)[:, :2] if layer is None else pool(1)[0, :2]
-    scatter = functools.partial(memory.host_scatter, layer=layer)
-    assert pool_copies(scatter, True, on_host(pool()), slots, rows) == ([], True)
-    copies, aliased = pool_copies(scatter, False, on_host(pool()), slots, rows)
-    assert copies
-    assert not aliased
-    before = jax.jit(memory.host_scatter, donate_argnums=())(on_host(pool()), slots, pool(1)[:, :2])  # JAX's own buffer
-    address = before.unsafe_buffer_pointer()
-    after = jax.jit(scatter, donate_argnums=0)(before, slots, rows)
-    assert after.unsafe_buffer_pointer() == address
-    assert before.is_deleted()
+def refused(monkeypatch, device, host, cards=1, limit=None, free=1000 * GIB):
+    monkeypatch.delenv(memory.HOST_LIMIT, raising=False)
+    if limit:
+        monkeypatch.setenv(memory.HOST_LIMIT, str(limit))
+    monkeypatch.setattr(memory, "host_free", lambda: free)
+    monkeypatch.setattr(memory, "_pinned", {})
+    with pytest.raises(ValueError, match="expected") as error:
+        memory.check_room([Card(100 * GIB, 30 * GIB)] * cards, device, host)
+    return str(error.value)
 
 
-@pytest.mark.parametrize("layer", [None, 1])
-def test_a_read_copies_rows_and_not_the_pool(layer):
-    gather = functools.partial(memory.host_gather, layer=layer)
-    assert pool_copies(gather, False, on_host(pool()), np.array([3, -1], np.int32))[0] == []
+def test_too_little_device_memory_is_told_with_what_fits(monkeypatch):
+    message = refused(monkeypatch, 70 * GIB + 5, 0)
+    assert "expected 70.00 GiB free on cuda:0" in message
+    assert "found 70.00 GiB of the 100.00 GiB" in message
+    assert "lower the device budget by 5 bytes" in message
+    memory.check_room([Card(100 * GIB, 30 * GIB)], 70 * GIB, 0)
+
+
+def test_more_than_jax_pins_names_the_variable_and_both_ways_out(monkeypatch):
+    """Two cards of 40 GiB each where JAX pins 64 in all."""
+    message = refused(monkeypatch, 0, 40 * GIB, cards=2)
+    assert "expected at most 64.00 GiB" in message
+    assert "found host pools of 40.00 GiB for each of 2 devices, 80.00 GiB in all" in message
+    assert "set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=84" in message
+    assert f"lower the host budget to {30 * GIB} bytes" in message
+    monkeypatch.setenv(memory.HOST_LIMIT, "84")
+    memory.check_room([Card(100 * GIB)] * 2, 0, 40 * GIB)
+
+
+def test_memory_that_the_machine_does_not_have_is_refused(monkeypatch):
+    message = refused(monkeypatch, 0, 40 * GIB, free=30 * GIB)
+    assert "expected 64.00 GiB available, found 30.00 GiB" in message, "JAX takes a power of two"
+    assert f"lower the host budget to {27 * GIB} bytes" in message
+    message = refused(monkeypatch, 0, 40 * GIB, free=50 * GIB)
+    assert "JAX takes a power of two unless less is allowed: set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=44" in message
+    monkeypatch.setenv(memory.HOST_LIMIT, "44")
+    memory.check_room([Card(100 * GIB)], 0, 40 * GIB)
+
+
+def test_both_tiers_of_a_cpu_are_one_memory():
+    with pytest.raises(ValueError, match=r"host memory: expected .* GiB available, found"):
+        memory.build(lambda: {"rows": jnp.zeros((1, 2**45, 5), jnp.uint32)}, {"rows": places(1, host=False)["rows"]})
+
+
+def test_pinning_that_fails_is_told_like_the_rest(monkeypatch):
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of host memory")
+
+    monkeypatch.setattr(memory, "zeros_on_host", fails)
+    with pytest.raises(ValueError, match=f"host memory: JAX found no 0.00 GiB .* raise {memory.HOST_LIMIT}"):
+        memory.build(state, places(1))
