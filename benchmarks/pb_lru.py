@@ -24,7 +24,7 @@ from ula_jax.policies.books import Books, put
 SELECTED, HOT = 2048, 6144
 """Rows that a request selects, and slots that it brings to the pool."""
 ROUNDS = 32
-MISSES = {1: (0.15,), 8: (0.15,), 64: (0.15, 0.05, 0.001)}
+MISSES = {1: (0.15,), 8: (0.15,), 64: (0.15, 0.001)}
 """By batch size: shares of the selected rows."""
 RATIOS = {1: 1.0, 8: 1.0, 64: 1.5}
 """How much faster than exact LRU it has to be, by batch size."""
