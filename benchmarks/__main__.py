@@ -57,8 +57,9 @@ def run(config: Config) -> dict[str, Any]:
         for case in module.cases(np.random.default_rng(config.seed), config.small):
             if config.bars and not (case.bar or case.ratio):
                 continue
-            stderr.log(f"{case.kernel} {case.shape}")
-            rows += _measure(case, rates, config)
+            for row in _measure(case, rates, config):
+                stderr.log(" | ".join(_cells(row)))
+                rows.append(row)
     return {"rates": asdict(rates), "rows": rows, **environment()}
 
 
@@ -101,6 +102,20 @@ def _met(case: Case, us: float, speedup: float | None) -> bool | None:
     return speedup >= case.ratio if case.ratio and speedup else None
 
 
+def _cells(row: dict[str, Any]) -> list[str]:
+    met = "" if row.get("met") is None else "met" if row["met"] else "missed"
+    return [
+        row["kernel"],
+        row["shape"],
+        row["form"],
+        *(f"{row[k]:.1f}" if row.get(k) is not None else "" for k in ("us", "spread", "device_us")),
+        f"{row['speedup']:.2f}" if row.get("speedup") else "",
+        f"{row['of_floor']:.0%}" if row.get("of_floor") else "",
+        f"{row['bar']} {met}" if row["bar"] else "",
+        row["wrong"] or "",
+    ]
+
+
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     result = run(config)
@@ -109,17 +124,7 @@ def main() -> None:
         title=result["devices"], title_justify="left",
     )
     for row in result["rows"]:
-        met = {True: "met", False: "missed"}.get(row.get("met"), "")
-        table.add_row(
-            row["kernel"],
-            row["shape"],
-            row["form"],
-            *(f"{row[k]:.1f}" if row.get(k) is not None else "" for k in ("us", "spread", "device_us")),
-            f"{row['speedup']:.2f}" if row.get("speedup") else "",
-            f"{row['of_floor']:.0%}" if row.get("of_floor") else "",
-            f"{row['bar']} {met}" if row["bar"] else "",
-            row["wrong"] or "",
-        )
+        table.add_row(*_cells(row))
     print_table(table)
     report(result, config.out, "benchmarks")
     if any(row["wrong"] for row in result["rows"]):

@@ -211,7 +211,8 @@ def on_card(shape: Shape, fmt, seed: int):
     pack = jax.jit(lambda key, sizes: fmt.pack(jax.random.normal(key, (*sizes.shape[:2], fmt.width)) * sizes))
     lanes = pack(keys[2], sizes)
     slots = jax.random.randint(keys[3], (shape.batch, shape.steps, shape.selected), EMPTY, shape.slots)
-    slots = slots.at[0, 0, -3:].set(jnp.array([shape.slots - 1, EMPTY, EMPTY]))
+    last = jnp.array([EMPTY, EMPTY, shape.slots - 1])[-shape.selected :]
+    slots = slots.at[0, 0, -last.size :].set(last)
     return query, lanes, slots.at[-1, -1, : shape.selected // 2].set(EMPTY)
 
 
