@@ -2,8 +2,8 @@
 
 Each kernel of a profile names its HLO instruction, and the instruction's metadata the `jax.named_scope`s that it was
 traced in. A kernel belongs to the innermost scope that is a stage; a fusion over several scopes to that of its root.
-XLA runs no command buffers (CUDA graphs) while it is profiled, so gaps between kernels are longer then than otherwise:
-sums are of the kernels alone.
+Within a CUDA graph (XLA's command buffer) kernels name the graph alone: a step to be profiled is compiled without
+(`NO_GRAPHS`). Gaps between kernels are longer then, and sums are of the kernels alone.
 """
 
 import re
@@ -18,6 +18,9 @@ import jax
 STAGES = ("index_scores", "top_k", "resolve", "exchange", "append", "attend", "mlp", "lm_head", "attention")
 """Scopes of `ula_jax.history`, `ula_jax.pool` and `models`. What is left of `attention` are its projections, the
 indexer's among them; what is left of `resolve` is finding hits, victims and slots."""
+
+NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
+"""Compiler options; no other platform looks at them."""
 
 CONTROL = re.compile(r"(while|conditional|call|async)([.-]|$)")
 """Instructions whose time is that of others."""

@@ -36,7 +36,7 @@ import tyro
 from experiments import throughput_report
 from experiments.driven import Requests, Streams, calibrated, captured, rounds_needed
 from experiments.glm_slice import layer_slice, share
-from experiments.stage_times import stage_times
+from experiments.stage_times import NO_GRAPHS, stage_times
 from models import Decoder, init_model
 from ula_jax import verify
 from ula_jax.metrics import Totals
@@ -260,7 +260,10 @@ def _timed(config: Config, requests: Requests, batch: int) -> dict[str, Any]:
     moved = _moved(requests.runner.spec, together + one_by_one)
     stages: dict[str, float] = {}
     if config.profiled:
-        program = requests.runner.step_function.lower(*requests.arguments(), resident=requests.resident).compile()
+        runner: Any = requests.runner
+        lowered = runner.step_function.lower(*requests.arguments(), resident=requests.resident)
+        program = lowered.compile(compiler_options=NO_GRAPHS)
+        runner.step_function = lambda *arguments, resident: program(*arguments)
         stages = stage_times(requests.step, config.profiled, str(program.as_text()))
         stages["idle"] = max(0.0, step_s - sum(stages.values()))
     rates = {}
