@@ -5,9 +5,9 @@ sets the first bit of a word, or clears its last one, knows it from the value be
 summaries come out exact, whoever is first.
 
 Victims: the words of all buckets in victim order are cut into units. `count` counts the bits of each unit, and adds up
-those before it among its program's units. A program of `take` has an equal share of the victims: it gives up the units
-whose first bit is in its share, without a look at those that hold none. Population counts are shifts and adds, which
-the interpreter has too.
+those before it among its program's units. A program of `take` sees at once which of its units hold bits; with the
+totals of the programs before, it knows the places of these bits in the list. Population counts are shifts and adds,
+which the interpreter has too.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ import triton.language as tl
 from jaxtyping import Array, Int32, UInt32
 
 from pallas_kernels import triton_call
+from pallas_kernels.pb_lru import bits
 from pallas_kernels.pb_lru.buckets import Buckets, levels
 
 SLOTS = 256
@@ -27,10 +28,12 @@ FEW = 4096
 program."""
 POUR = 512
 """Words of a bucket that one program pours."""
-UNIT, UNITS = 32, 64
+UNIT, UNITS = 128, 16
 """Words of a unit, and units of one program that counts."""
 PROGRAMS = 1056
-"""That take victims, at most."""
+"""That take victims, at most: victims are in neighbouring units, and each program has every so many-th."""
+BITS = 4
+"""Of a word, that are listed at once."""
 
 NONE = tl.constexpr(-1)
 ALL = tl.constexpr(0xFFFFFFFF)
@@ -126,18 +129,17 @@ def evict(
     if not limit:
         return jnp.zeros(0, jnp.int32), state
     layout = _layout(state)
-    inner, totals, units = _count(state.words, state.order, state.hand, layout, interpret)
+    *counts, units = _count(state.words, state.order, state.hand, layout, interpret)
     victims, words, hand = triton_call.call(
         take,
         state.order,
         state.hand,
         count,
-        inner,
-        totals,
+        *counts,
         state.words,
         grid=(units["GRID"],),
         out=[_ints(limit), _like(state.words), _like(state.hand)],
-        alias={5: 1},
+        alias={6: 1},
         interpret=interpret,
         LIMIT=limit,
         FILL=_power(_cdiv(limit, units["GRID"])),
@@ -153,13 +155,12 @@ def find_set(
 ) -> tuple[Int32[Array, " limit"], Int32[Array, ""]]:
     """As `reference.find_set`."""
     layout = dict(ROUNDS=0, LEVELS=1, WIDTH=words.shape[0], PITCH=words.shape[0])
-    inner, totals, units = _count(words, count, count, layout, interpret)
+    *counts, units = _count(words, count, count, layout, interpret)
     return triton_call.call(
         read_off,
         words,
         count,
-        inner,
-        totals,
+        *counts,
         grid=(units["GRID"],),
         out=[_ints(limit), _ints()],
         interpret=interpret,
@@ -172,31 +173,29 @@ def find_set(
 
 def _count(
     words: Array, order: Array, hand: Array, layout: dict[str, Any], interpret: bool
-) -> tuple[Array, Array, dict[str, Any]]:
-    """Bits before each unit within its program's units, bits of each program's units, and constants of both kernels.
+) -> tuple[Array, Array, Array, dict[str, Any]]:
+    """Bits of each unit, those before it within its program's units, all of a program's units, and constants of the
+    kernel that follows.
 
     A bucket's words are `PER` units. One more, the last one, has what lies in the first unit before the hand.
     """
     per = _cdiv(layout["WIDTH"], UNIT)
-    number = (layout["ROUNDS"] + 1) * (per + 1)
-    programs = _cdiv(number, UNITS)
-    inner, totals = triton_call.call(
+    units = dict(NUMBER=(layout["ROUNDS"] + 1) * (per + 1), PER=per, UNIT=UNIT, UNITS=UNITS)
+    programs = _cdiv(units["NUMBER"], UNITS)
+    held, inner, totals = triton_call.call(
         count_units,
         words,
         order,
         hand,
         grid=(programs,),
-        out=[_ints(programs * UNITS), _ints(programs)],
+        out=[_ints(programs * UNITS), _ints(programs * UNITS), _ints(programs)],
         interpret=interpret,
-        NUMBER=number,
-        PER=per,
-        UNIT=UNIT,
-        UNITS=UNITS,
         **layout,
+        **units,
     )
-    grid = min(number, PROGRAMS)
-    units = dict(NUMBER=number, PER=per, UNIT=UNIT, UNITS=UNITS, GRID=grid, COUNTED=programs, LANES=_power(programs))
-    return inner, totals, units
+    grid = min(units["NUMBER"], PROGRAMS)
+    units |= dict(GRID=grid, TURNS=_power(_cdiv(units["NUMBER"], grid)), BITS=BITS)
+    return held, inner, totals, units | dict(COUNTED=programs, LANES=_power(programs))
 
 
 def _layout(state: Buckets) -> dict[str, Any]:
@@ -340,7 +339,9 @@ def _move(
     PITCH: tl.constexpr,
 ):
     """Slots, labelled `ring`, out of the bucket in which they are and into the target. Some may stand twice."""
-    word, bit = slot >> 5, _bit(slot & 31)
+    word, bit = slot >> 5, bits.bit(slot & 31)
+    # Asked for first, and looked at last: nothing else waits for it.
+    gained = tl.atomic_or(words + target * PITCH + word, bit, mask=live, sem="relaxed")
     sought, emptied, source = live, tl.zeros_like(live), ring
     for turn in tl.static_range(3):  # pyright: ignore
         # A slot that is not where its label says is in cold, and if not there, in free or just evicted.
@@ -351,24 +352,21 @@ def _move(
         emptied = emptied | (found & (before == bit))
         source = tl.where(found, bucket, source)
         sought = sought & ~found
-    _clear_above(words, source, word, emptied, LEVELS, WIDTH, PITCH)
-    gains, start, width = live, 0, WIDTH
-    for _ in tl.static_range(LEVELS):  # pyright: ignore
-        before = tl.atomic_or(words + target * PITCH + start + word, bit, mask=gains, sem="relaxed")
-        gains = gains & (before == 0)
-        start, width = start + (width + 31) // 32 * 32, (width + 31) // 32
-        word, bit = word >> 5, _bit(word & 31)
+    _summarize(words, source, target, word, emptied, live & (gained == 0), LEVELS, WIDTH, PITCH)
 
 
 @triton_call.kernel
-def _clear_above(words, bucket, word, emptied, LEVELS: tl.constexpr, WIDTH: tl.constexpr, PITCH: tl.constexpr):
-    """Words of a bucket have become zero: what its summaries say of them."""
+def _summarize(
+    words, source, target, word, emptied, begun, LEVELS: tl.constexpr, WIDTH: tl.constexpr, PITCH: tl.constexpr
+):
+    """Words of one bucket have become zero, and words of another one are zero no more: what their summaries say."""
     start, width = 0, WIDTH
     for _ in tl.static_range(LEVELS - 1):  # pyright: ignore
         start, width = start + (width + 31) // 32 * 32, (width + 31) // 32
-        word, bit = word >> 5, _bit(word & 31)
-        before = tl.atomic_and(words + bucket * PITCH + start + word, bit ^ ALL, mask=emptied, sem="relaxed")
-        emptied = emptied & (before == bit)
+        word, bit = word >> 5, bits.bit(word & 31)
+        gained = tl.atomic_or(words + target * PITCH + start + word, bit, mask=begun, sem="relaxed")
+        before = tl.atomic_and(words + source * PITCH + start + word, bit ^ ALL, mask=emptied, sem="relaxed")
+        emptied, begun = emptied & (before == bit), begun & (gained == 0)
 
 
 @triton_call.kernel
@@ -376,6 +374,7 @@ def count_units(
     words,
     order,
     hand,
+    held,
     inner,
     totals,
     ROUNDS: tl.constexpr,
@@ -391,7 +390,8 @@ def count_units(
     bucket, first, turn, start = _unit(unit, order, hand, ROUNDS, PER, UNIT)
     at = first[:, None] + tl.arange(0, UNIT)[None, :]
     word = tl.load(words + bucket[:, None] * PITCH + at, mask=(at < WIDTH) & (unit < NUMBER)[:, None], other=0)
-    ones = tl.sum(_ones(word & _kept(at, turn[:, None], start[:, None], PER)), axis=1)
+    ones = tl.sum(bits.ones(word & _kept(at, turn[:, None], start[:, None], PER)), axis=1)
+    tl.store(held + unit, ones)
     tl.store(inner + unit, tl.cumsum(ones) - ones)
     tl.store(totals + tl.program_id(0), tl.sum(ones))
 
@@ -401,6 +401,7 @@ def take(
     order,
     hand,
     count,
+    held,
     inner,
     totals,
     words_in,
@@ -415,32 +416,43 @@ def take(
     PER: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS: tl.constexpr,
+    GRID: tl.constexpr,
+    TURNS: tl.constexpr,
+    BITS: tl.constexpr,
     COUNTED: tl.constexpr,
     LANES: tl.constexpr,
-    GRID: tl.constexpr,
     LIMIT: tl.constexpr,
     FILL: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
 ):
-    lane, upto, given, rank, end = _share(count, totals, inner, UNITS, COUNTED, LANES, GRID, LIMIT)
-    cold = _before(PER + 1, lane, upto, inner, COUNTED, UNITS)
-    rings = _before(2 * (PER + 1), lane, upto, inner, COUNTED, UNITS)
+    mine, pending, within = _mine(held, inner, NUMBER, GRID, TURNS)
+    buckets, firsts, turns, starts = _unit(mine, order, hand, ROUNDS, PER, UNIT)
+    in_cold = tl.load(inner + PER + 1, mask=PER + 1 < COUNTED * UNITS, other=0)
+    in_rings = tl.load(inner + 2 * (PER + 1), mask=2 * (PER + 1) < COUNTED * UNITS, other=0)
+    lane = tl.arange(0, LANES)
+    total = tl.load(totals + lane, mask=lane < COUNTED, other=0)
+    given = tl.minimum(tl.minimum(tl.load(count), LIMIT), tl.sum(total))
+    cold, rings = _before(PER + 1, in_cold, lane, total, UNITS), _before(2 * (PER + 1), in_rings, lane, total, UNITS)
     last_cold = tl.minimum(given, rings) - 1
     if (tl.program_id(0) == 0) & (last_cold < cold):
         tl.store(passed, tl.load(hand))
-    while rank < end:
-        unit, stop = _unit_of(rank, lane, upto, inner, UNITS)
-        bucket, first, turn, start = _unit(unit, order, hand, ROUNDS, PER, UNIT)
-        word_at, slot, place, taken = _bits(words, bucket, first, turn, start, rank, given, WIDTH, PITCH, PER, UNIT)
-        tl.store(victims + place, slot, mask=taken)
-        one = _bit(tl.arange(0, 32))
-        gone = tl.sum(tl.where(taken, one[None, :], 0), axis=1).to(tl.uint32)
-        before = tl.atomic_and(words + bucket * PITCH + word_at, gone ^ ALL, mask=gone != 0, sem="relaxed")
-        _clear_above(words, bucket, word_at, (gone != 0) & (before == gone), LEVELS, WIDTH, PITCH)
-        if (rank <= last_cold) & (last_cold < stop) & (last_cold >= cold):
-            after = tl.max(tl.where(taken & (place == last_cold), slot + 1, 0))
+    unit = tl.min(tl.where(pending, mine, NUMBER))
+    before = _before(unit, _of(unit, mine, within), lane, total, UNITS)
+    while (unit < NUMBER) & (before < given):
+        bucket, turn, start = _of(unit, mine, buckets), _of(unit, mine, turns), _of(unit, mine, starts)
+        word_at = _of(unit, mine, firsts) + tl.arange(0, UNIT)
+        word, at, number = _bits(words + bucket * PITCH, word_at, turn, start, before, given, WIDTH, PER)
+        gone = bits.lowest(word, number)
+        was = tl.atomic_and(words + bucket * PITCH + word_at, gone ^ ALL, mask=gone != 0, sem="relaxed")
+        _list(victims, word, word_at * 32, at, number, BITS)
+        emptied = (gone != 0) & (was == gone)
+        _summarize(words, bucket, bucket, word_at, emptied, tl.zeros_like(emptied), LEVELS, WIDTH, PITCH)
+        # Slots ascend within a unit.
+        if (last_cold >= tl.maximum(before, cold)) & (last_cold < before + tl.sum(number)):
+            after = tl.max(tl.where(gone != 0, word_at * 32 + bits.length(gone), 0))
             tl.store(passed, after % NUM_SLOTS)
-        rank = stop
+        unit = tl.min(tl.where(pending & (mine > unit), mine, NUMBER))
+        before = _before(unit, _of(unit, mine, within), lane, total, UNITS)
     _fill(victims, given, GRID, LIMIT, FILL)
 
 
@@ -448,6 +460,7 @@ def take(
 def read_off(
     words,
     count,
+    held,
     inner,
     totals,
     found,
@@ -460,58 +473,43 @@ def read_off(
     PER: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS: tl.constexpr,
+    GRID: tl.constexpr,
+    TURNS: tl.constexpr,
+    BITS: tl.constexpr,
     COUNTED: tl.constexpr,
     LANES: tl.constexpr,
-    GRID: tl.constexpr,
     LIMIT: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    lane, upto, given, rank, end = _share(count, totals, inner, UNITS, COUNTED, LANES, GRID, LIMIT)
+    mine, pending, within = _mine(held, inner, NUMBER, GRID, TURNS)
+    lane = tl.arange(0, LANES)
+    total = tl.load(totals + lane, mask=lane < COUNTED, other=0)
+    given = tl.minimum(tl.minimum(tl.load(count), LIMIT), tl.sum(total))
     if tl.program_id(0) == 0:
-        tl.store(everything, tl.max(upto))
-    while rank < end:
-        unit, stop = _unit_of(rank, lane, upto, inner, UNITS)
-        bucket, first, turn, start = _unit(unit, count, count, ROUNDS, PER, UNIT)
-        _, slot, place, taken = _bits(words, bucket, first, turn, start, rank, given, WIDTH, PITCH, PER, UNIT)
-        tl.store(found + place, slot, mask=taken)
-        rank = stop
+        tl.store(everything, tl.sum(total))
+    unit = tl.min(tl.where(pending, mine, NUMBER))
+    before = _before(unit, _of(unit, mine, within), lane, total, UNITS)
+    while (unit < NUMBER) & (before < given):
+        word_at = unit * UNIT + tl.arange(0, UNIT)
+        word, at, number = _bits(words, word_at, unit, 0, before, given, WIDTH, PER)
+        _list(found, word, word_at * 32, at, number, BITS)
+        unit = tl.min(tl.where(pending & (mine > unit), mine, NUMBER))
+        before = _before(unit, _of(unit, mine, within), lane, total, UNITS)
     _fill(found, given, GRID, LIMIT, FILL)
 
 
 @triton_call.kernel
-def _share(
-    count,
-    totals,
-    inner,
-    UNITS: tl.constexpr,
-    COUNTED: tl.constexpr,
-    LANES: tl.constexpr,
-    GRID: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """Bits up to and with each program that counted, how many are given in all, and between which ranks the units begin
-    that are this program's."""
-    lane = tl.arange(0, LANES)
-    upto = tl.cumsum(tl.load(totals + lane, mask=lane < COUNTED, other=0))
-    given = tl.minimum(tl.minimum(tl.load(count), LIMIT), tl.max(upto))
-    each = (given + GRID - 1) // GRID
-    rank = tl.program_id(0) * each
-    end = tl.minimum(rank + each, given)
-    if (rank > 0) & (rank < end):
-        _, rank = _unit_of(rank - 1, lane, upto, inner, UNITS)
-    return lane, upto, given, rank, end
+def _mine(held, inner, NUMBER: tl.constexpr, GRID: tl.constexpr, TURNS: tl.constexpr):
+    """Units of a program, which of them hold bits, and how many bits are before each among those counted with it."""
+    unit = tl.program_id(0) + tl.arange(0, TURNS) * GRID
+    there = unit < NUMBER
+    return unit, tl.load(held + unit, mask=there, other=0) > 0, tl.load(inner + unit, mask=there, other=0)
 
 
 @triton_call.kernel
-def _unit_of(rank, lane, upto, inner, UNITS: tl.constexpr):
-    """The unit that holds the bit of a rank, and the rank of the first bit behind it."""
-    counted = tl.sum((upto <= rank).to(tl.int32))
-    total = tl.max(upto)
-    number = tl.arange(0, UNITS)
-    first = tl.max(tl.where(lane < counted, upto, 0)) + tl.load(inner + counted * UNITS + number)
-    within = tl.sum((first <= rank).to(tl.int32)) - 1  # a unit without bits begins where the next one does
-    stop = tl.minimum(tl.min(tl.where(number > within, first, total)), tl.min(tl.where(lane >= counted, upto, total)))
-    return counted * UNITS + within, stop
+def _of(unit, mine, values):
+    """The value of one unit."""
+    return tl.sum(tl.where(mine == unit, values, 0))
 
 
 @triton_call.kernel
@@ -531,41 +529,37 @@ def _kept(at, turn, start, PER: tl.constexpr):
     """Which bits of words belong to the unit: in the one where the bucket starts not those before, in its last only
     those."""
     below = tl.minimum(tl.maximum(start - at * 32, 0), 32)
-    low = tl.where(below == 32, ALL, _bit(tl.minimum(below, 31)) - 1)
+    low = tl.where(below == 32, ALL, bits.bit(tl.minimum(below, 31)) - 1)
     return tl.where(turn == 0, low ^ ALL, tl.where(turn == PER, low, ALL))
 
 
 @triton_call.kernel
-def _before(unit, lane, upto, inner, COUNTED: tl.constexpr, UNITS: tl.constexpr):
-    """Bits in all units before this one."""
-    within = tl.load(inner + unit, mask=unit < COUNTED * UNITS, other=0)
-    return tl.max(tl.where(lane < unit // UNITS, upto, 0)) + within
+def _before(unit, within, lane, total, UNITS: tl.constexpr):
+    """Bits in all units before this one; `total` are those of each program that counted."""
+    return tl.sum(tl.where(lane < unit // UNITS, total, 0)) + within
 
 
 @triton_call.kernel
-def _bits(
-    words,
-    bucket,
-    first,
-    turn,
-    start,
-    before,
-    given,
-    WIDTH: tl.constexpr,
-    PITCH: tl.constexpr,
-    PER: tl.constexpr,
-    UNIT: tl.constexpr,
-):
-    """Words of a unit, and for each of their bits its number, its place in the list and whether it is among those
-    given. `before` is the place of the unit's first bit."""
-    at = first + tl.arange(0, UNIT)
-    word = tl.load(words + bucket * PITCH + at, mask=at < WIDTH, other=0) & _kept(at, turn, start, PER)
-    ones = _ones(word)
-    base = before + tl.cumsum(ones) - ones
-    lane = tl.arange(0, 32)
-    bit = _bit(lane)[None, :]
-    place = base[:, None] + _ones(word[:, None] & (bit - 1))
-    return at, at[:, None] * 32 + lane[None, :], place, ((word[:, None] & bit) != 0) & (place < given)
+def _bits(words, word_at, turn, start, before, given, WIDTH: tl.constexpr, PER: tl.constexpr):
+    """Words of a unit, the places of their first bits in the list, and how many of their bits are given. `before` is
+    the place of the unit's first bit."""
+    word = tl.load(words + word_at, mask=word_at < WIDTH, other=0) & _kept(word_at, turn, start, PER)
+    ones = bits.ones(word)
+    at = before + tl.cumsum(ones) - ones
+    return word, at, tl.minimum(tl.maximum(given - at, 0), ones)
+
+
+@triton_call.kernel
+def _list(out, word, first, at, number, BITS: tl.constexpr):
+    """Of each word the lowest `number` bits, the first of which stands for `first`, into the list from place `at`."""
+    lane = tl.arange(0, BITS)[None, :]
+    left = tl.max(number)
+    word, first, at, end = bits.dropped(word, BITS), first[:, None], at[:, None] + lane, (at + number)[:, None]
+    while left > 0:
+        tl.store(out + at, first + bits.ones(word ^ (word - 1)) - 1, mask=at < end)
+        at, left = at + BITS, left - BITS
+        for _ in tl.static_range(BITS):  # pyright: ignore
+            word = word & (word - 1)
 
 
 @triton_call.kernel
@@ -573,17 +567,3 @@ def _fill(out, given, GRID: tl.constexpr, LIMIT: tl.constexpr, FILL: tl.constexp
     """EMPTY behind what is given."""
     at = tl.program_id(0) * FILL + tl.arange(0, FILL)
     tl.store(out + at, NONE, mask=(at >= given) & (at < LIMIT))
-
-
-@triton_call.kernel
-def _bit(at):
-    return tl.zeros_like(at).to(tl.uint32) + 1 << at.to(tl.uint32)
-
-
-@triton_call.kernel
-def _ones(word):
-    """Bits set."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return ((word * 0x01010101) >> 24).to(tl.int32)

@@ -29,20 +29,22 @@ def equal(found, expected) -> None:
 
 
 def some(rng: np.random.Generator, most: int, slots: int) -> jax.Array:
-    """Neighbours or slots from all over, one of them twice, and a number behind the last slot, anywhere in padding."""
+    """Neighbours or slots from all over, one of them twice, and a number behind the last slot; ascending as they may
+    be, or mixed, with padding anywhere."""
     entries, number = np.full(most + 2, EMPTY, np.int32), rng.integers(1, most + 1)
     first = rng.integers(0, slots)
     chosen = np.arange(first, min(first + number, slots)) if rng.random() < 0.5 else rng.permutation(slots)[:number]
     entries[: chosen.size] = chosen
     entries[-2:] = chosen[0], slots
-    return jnp.asarray(rng.permutation(entries))
+    return jnp.asarray(entries if rng.random() < 0.5 else rng.permutation(entries))
 
 
 def random_state(rng: np.random.Generator, shape: Shape) -> pb_lru.Buckets:
     """Runs of neighbours in one bucket, and between them every slot in another one: words and their summaries are
-    empty, full and in between. Labels of slots that have left the ring are arbitrary."""
+    empty, full and in between. Sometimes none is free. Labels of slots that have left the ring are arbitrary."""
     runs = rng.geometric(rng.choice([0.02, 0.2, 1.0], shape.slots))
-    bucket = np.repeat(rng.integers(0, shape.rounds + 2, shape.slots), runs)[: shape.slots]
+    kinds = shape.rounds + rng.integers(1, 3)
+    bucket = np.repeat(rng.integers(0, kinds, shape.slots), runs)[: shape.slots]
     words = summarize(pack(jnp.asarray(bucket == np.arange(shape.rounds + 2)[:, None])))
     label = np.where(bucket < shape.rounds, bucket, rng.integers(0, shape.rounds, shape.slots))
     order = np.roll(np.arange(shape.rounds), rng.integers(0, shape.rounds))
@@ -62,6 +64,8 @@ def check_operations(shape: Shape, seed: int, form: str) -> None:
 
     state = random_state(rng, shape)
     both(rotate, state)
+    for _ in range(3):  # in the midst of cold, where nothing is free
+        both(evict, state, jnp.int32(rng.integers(0, shape.limit + 1)), shape.limit)
     state = both(touch, state, some(rng, most, shape.slots), opens=True)
     state = both(forget, state, some(rng, most, shape.slots))
     for count in (0, shape.limit, 2**31 - 1):
