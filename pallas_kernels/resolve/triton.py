@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import triton.language as tl
 from jaxtyping import Array, Int32
 
-from pallas_kernels import triton_call
+from pallas_kernels import bits, triton_call
 from pallas_kernels.resolve.tables import Counts, Found, Moves, Tables, limit
 
 MARK, MOVE = 512, 512
@@ -210,7 +210,7 @@ def _tally(
 @triton_call.kernel
 def _ones_of(at):
     """Bits set in each row of words."""
-    return tl.sum(_ones(tl.load(at).to(tl.uint32, bitcast=True)), axis=1)
+    return tl.sum(bits.ones(tl.load(at).to(tl.uint32, bitcast=True)), axis=1)
 
 
 @triton_call.kernel
@@ -249,10 +249,10 @@ def _collect(
     if block < HOST_TALLIES * EACH:
         word_at = block * HOST_WORDS + _lanes(HOST_WORDS)
         word = tl.load(marks + word_at).to(tl.uint32, bitcast=True)
-        ones = _ones(word)
+        ones = bits.ones(word)
         at = fresh + before + tl.cumsum(ones) - ones
         while tl.max((word != 0).to(tl.int32)) > 0:
-            lowest = word_at * 32 + _ones(word ^ (word - 1)) - 1
+            lowest = word_at * 32 + bits.ones(word ^ (word - 1)) - 1
             some = (word != 0) & (at < MOST)
             tl.store(source + at, lowest, mask=some)
             tl.store(arriving + at, tl.load(host_address + lowest, mask=some), mask=some)
@@ -294,12 +294,11 @@ def _collect(
 @triton_call.kernel
 def _write_all(out, words, first, before, MOST: tl.constexpr, WORDS: tl.constexpr):
     """Numbers of the bits that are set in some words, from place `before` on: all at once, for words with many."""
-    word_at, bit = first + tl.arange(0, WORDS), tl.arange(0, 32)[None, :].to(tl.uint32)
+    word_at, number = first + tl.arange(0, WORDS), tl.arange(0, 32)[None, :]
     word = tl.load(words + word_at).to(tl.uint32, bitcast=True)
-    ones = _ones(word)
-    at = (before + tl.cumsum(ones) - ones)[:, None] + _ones(word[:, None] & ((tl.zeros_like(bit) + 1 << bit) - 1))
-    some = (((word[:, None] >> bit) & 1) != 0) & (at < MOST)
-    tl.store(out + at, word_at[:, None] * 32 + bit.to(tl.int32), mask=some)
+    ones, bit = bits.ones(word), bits.bit(number)
+    at = (before + tl.cumsum(ones) - ones)[:, None] + bits.ones(word[:, None] & (bit - 1))
+    tl.store(out + at, word_at[:, None] * 32 + number, mask=((word[:, None] & bit) != 0) & (at < MOST))
 
 
 @triton_call.kernel
@@ -307,15 +306,6 @@ def _lanes(B: tl.constexpr):
     """0 and on. Named as not contiguous, so that a thread holds every 32nd and the layout is that of a scatter: with
     neighbours to a thread, all that is scattered would cross shared memory first."""
     return tl.max_contiguous(tl.arange(0, B), 1)
-
-
-@triton_call.kernel
-def _ones(word):
-    """Bits set."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return ((word * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton_call.kernel

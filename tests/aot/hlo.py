@@ -106,6 +106,12 @@ class Program:
                 yield from body.values()
 
 
+def triton_calls(program: Program) -> list[Instruction]:
+    """In the order in which they run."""
+    custom = (i for i in program.executed() if i.opcode == "custom-call")
+    return [i for i in custom if "triton_kernel_call" in i.text.partition("metadata")[0]]
+
+
 def shapes(text: str) -> tuple[Shape, ...]:
     """All arrays of a type in HLO text."""
     return tuple(

@@ -11,7 +11,7 @@ from pallas_kernels import sparse_gather as sg
 from pallas_kernels import triton_call
 from pallas_kernels.dispatch import assume_platform
 from tests.aot.h200 import compile_step
-from tests.aot.hlo import Shape, large_buffers, unaliased
+from tests.aot.hlo import Shape, large_buffers, triton_calls, unaliased
 from tests.aot.steps import read
 from ula_jax import memory
 from ula_jax.parallel import make_mesh
@@ -112,20 +112,11 @@ def test_one_way_neither(step, donate, pools):
     assert temporary < limit(FP8)
 
 
-def kernels(program):
-    """Triton calls in the order in which they run: (name, operands)."""
-    return [
-        (i.name, i.operands)
-        for i in program.executed()
-        if i.opcode == "custom-call" and "triton_kernel_call" in i.text.partition("metadata")[0]
-    ]
-
-
 def test_the_host_pools_pass_by_the_exchange_before_and_after_it():
     """Each lane is taken over before the kernel and again after it, and the second time needs a result of the kernel:
     XLA knows of no other reason to keep this order, and must not lose it."""
     program, _ = compiled(exchange, FP8)
-    calls = kernels(program)
+    calls = [(call.name, call.operands) for call in triton_calls(program)]
     assert len(calls) == 5
     names = [name for name, _ in calls]
     (at,) = [n for n, (_, operands) in enumerate(calls) if len(operands) == 8]

@@ -3,10 +3,14 @@ those on the host stay there. `test_controls.py` shows that each of these findin
 
 import pytest
 
-from tests.aot.hlo import collectives, host_programs, large_buffers, unaliased
+from pallas_kernels import triton_call
+from pallas_kernels.dispatch import assume_platform
+from tests.aot.hlo import collectives, host_programs, large_buffers, triton_calls, unaliased
 from tests.aot.steps import compiled, compiled_release
 
 pytestmark = pytest.mark.aot
+with assume_platform("gpu"):
+    WHY_NOT = triton_call.forms()["triton"]
 
 STEPS = [
     ("ula", "tp", "decode"),
@@ -51,6 +55,14 @@ def test_host_pools_stay_on_the_host_and_no_step_runs_on_the_cpu(case):
     for leaves in (step.program.parameters, step.program.results):
         assert sorted(shape for shape in leaves if shape.host) == sorted(host)
     assert host_programs(step.program) == []
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@pytest.mark.parametrize("name", ["ula", "resident_hot"])
+def test_rows_are_chosen_found_and_moved_by_the_kernels_that_are_tested_here(name):
+    calls = triton_calls(compiled(name, "dp", "decode").program)
+    scopes = {word for call in calls for word in call.text.partition("metadata")[2].split("/")}
+    assert {"top_k", "resolve", "exchange"} <= scopes
 
 
 def test_release_touches_no_row():

@@ -78,10 +78,12 @@ def check_operations(shape: Shape, seed: int, form: str) -> None:
 def small_programs(monkeypatch):
     """Several programs in every launch, and several units for each, though the shapes are small."""
     triton = pytest.importorskip("pallas_kernels.pb_lru.triton")
-    for name, value in dict(SLOTS=64, POUR=32, UNIT=4, UNITS=8, PROGRAMS=3).items():
-        monkeypatch.setattr(triton, name, value)
+    for name, value in dict(SLOTS=64, POUR=32).items():
+        monkeypatch.setattr(triton.moves, name, value)
+    for name, value in dict(UNIT=4, UNITS=8, PROGRAMS=3).items():
+        monkeypatch.setattr(triton.victims, name, value)
     jax.clear_caches()  # they are read when a kernel is traced
-    yield triton
+    yield triton.moves
     jax.clear_caches()
 
 
