@@ -146,7 +146,7 @@ def test_a_pool_that_is_kept_is_copied_before_the_first_call(words):
     program, _ = compiled(exchange, words, donate=())
     assert len(unaliased(program, lanes(words))) == 2 * len(words)
     order = [i for i in program.executed() if i.opcode in ("copy", "custom-call")]
-    calls = {name for name, _ in kernels(program)}
+    calls = {call.name for call in triton_calls(program)}
     for pool in (s for s in lanes(words) if s.host):
         copied = next(n for n, i in enumerate(order) if i.opcode == "copy" and i.shapes[0] == pool)
         first = next(n for n, i in enumerate(order) if i.name in calls and pool in i.shapes)
