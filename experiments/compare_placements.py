@@ -39,7 +39,7 @@ class Config:
     documents: tuple[Path, ...] = ()
     """Files to decode; empty: the longest modules of Python's library."""
     devices: int = 8
-    placements: tuple[str, ...] = ("gpu_only", "hisparse", "ula")
+    placements: tuple[str, ...] = ("gpu_only", "hisparse", "resident_hot", "ula")
     """Names, or path.py:Class. gpu_only is always run: its tokens are what the others' must equal."""
     modes: tuple[Mode, ...] = ("tp", "dp")
     policy: str | None = None
@@ -213,7 +213,8 @@ def show(result: dict[str, Any], rows: list[Row]) -> None:
         "H2D B/token", "D2H B/token", "peer B/token", f"ms/step ({result['platform']})", "tokens identical",
     )  # fmt: skip
     for header in headers:
-        table.add_column(header, justify="left" if header in ("placement", "mode") else "right")
+        justify = "left" if header in ("placement", "mode") else "right"
+        table.add_column(header, justify=justify, min_width=12 if header == "placement" else None)
     for row in rows:
         per_token = [b / max(1, row.decoded_tokens) for b in (row.h2d_bytes, row.d2h_bytes, row.peer_bytes)]
         table.add_row(

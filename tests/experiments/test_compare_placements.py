@@ -48,19 +48,20 @@ def test_last_line_is_the_result(smoke):
 def test_striping_holds_more_history_without_copies_and_changes_no_token(smoke):
     rows = json.loads(smoke[0].splitlines()[-1])["rows"]
     assert [(row["placement"], bool(row["budget_host"])) for row in rows] == [
-        ("gpu_only", False), ("hisparse", True), ("ula", False), ("ula", True),
+        ("gpu_only", False), ("hisparse", True), ("resident_hot", True), ("ula", False), ("ula", True),
     ]  # fmt: skip
-    plain, hisparse, striped, tiered = rows
+    plain, hisparse, resident, striped, tiered = rows
     assert plain["distinct_share"] == pytest.approx(1 / 4)
     assert striped["distinct_share"] == tiered["distinct_share"] == 1
     assert striped["duplicate_bytes"] == tiered["duplicate_bytes"] == 0
     assert hisparse["duplicate_bytes"] > 0
     assert striped["admitted"] >= 4 * plain["admitted"]
-    assert tiered["admitted"] > hisparse["admitted"]
+    assert tiered["admitted"] > max(hisparse["admitted"], resident["admitted"])
+    assert resident["distinct_share"] < 1
     for row in rows:
         assert row["admitted"] == row["capacity_requests"]
         assert row["tokens_identical"] is True
-    assert hisparse["h2d_bytes"] > 0
+    assert min(hisparse["h2d_bytes"], resident["h2d_bytes"]) > 0
     assert striped["peer_bytes"] > plain["peer_bytes"] == 0
 
 
@@ -82,7 +83,7 @@ def test_full_size_plan_says_what_the_readme_says():
 def test_budgets_are_kept():
     """What a placement allocates is no more than it was given, rows and index keys counted."""
     spec = KVSpec.of(CONFIG, max_context=384)
-    for name in ("gpu_only", "hisparse", "ula"):
+    for name in ("gpu_only", "hisparse", "resident_hot", "ula"):
         for mode in ("tp", "dp"):
             for host in (0, 1_400_000, 18_000_000):
                 if name == "hisparse" and not host:
