@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from ula_jax import verify
 from ula_jax.address import page_table
 from ula_jax.history import Batch
+from ula_jax.index_keys import Gather
 from ula_jax.metrics import Residency, Totals
 from ula_jax.placements.base import Counters, Placement
 from ula_jax.runner import Runner, StepOutput
@@ -39,6 +40,8 @@ class EngineConfig:
     fast_path: bool = True
     """Leave out what only prepares for moving rows in steps in which no row can move, until the device is full for the
     first time. Policies do not see what is used in such steps."""
+    gather: Gather = "scores"
+    """What devices that stripe one history send each other to select from it: all scores, or the best of each."""
 
     def __post_init__(self):
         if min(self.max_requests, self.prefill_rows, self.prefill_chunk) < 1:
@@ -72,7 +75,7 @@ class Engine:
         vocab_size: int,
     ):
         self.config, self.spec, self.placement, self.vocab_size = config, spec, placement, vocab_size
-        self.runner = Runner(model, placement, spec, budget, mesh, trace=config.trace, capture=config.capture)
+        self.runner = Runner(model, placement, spec, budget, mesh, config.trace, config.capture, config.gather)
         self.scheduler = Scheduler(self.runner.capacity, config.max_requests)
         self.requests: dict[int, Request] = {}
         self.totals = {"prefill": Totals(spec), "decode": Totals(spec)}

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import topk
 from pallas_kernels.pytree import pytree
 from ula_jax import index_keys
-from ula_jax.index_keys import Keys
+from ula_jax.index_keys import Gather, Keys
 from ula_jax.placements.base import Counters, Placement, Query, Readable, Selection
 from ula_jax.policies.base import depth, margins
 from ula_jax.spec import KVSpec
@@ -61,7 +60,8 @@ class History:
     """Lives while one step is traced, inside shard_map; arrays are one device's part.
 
     `capture` keeps the best-scored positions of each row's last token in `ranked`: that many times `topk`. `resident`
-    says that every row is on the device in this step (`Selection.resident`).
+    says that every row is on the device in this step (`Selection.resident`), `gather` what devices of a stripe send
+    each other to select.
     """
 
     def __init__(
@@ -72,8 +72,11 @@ class History:
         batch: Batch,
         capture: float = 0.0,
         resident: bool = False,
+        gather: Gather = "scores",
     ):
-        self.spec, self.placement, self.batch, self.resident = spec, placement, batch, resident
+        self.spec, self.placement, self.batch = spec, placement, batch
+        self.resident = resident
+        self.gather: Gather = gather
         self.groups, self.index_keys = list(state.groups), list(state.index_keys)
         self.counters: dict[int, Counters] = {}
         self.selected: dict[int, Array] = {}
@@ -106,14 +109,14 @@ class History:
         self.index_keys[group] = keys
         lengths = jnp.where(self.batch.valid, self.batch.positions + 1, 0)
         with jax.named_scope("index_scores"):
-            scores = index_keys.scores(
-                keys, table, self.spec.page_size, query, weights, lengths, striping, self.placement.parallel
-            )
+            scored = index_keys.score(
+                keys, table, self.spec.page_size, query, weights, lengths, striping, self.placement.parallel,
+                self.gather, max(self.spec.topk, self._ranks),
+            )  # fmt: skip
         with jax.named_scope("top_k"):
-            picks = topk.select(scores, self.spec.topk, lengths)
+            picks = scored.best(self.spec.topk)
             if self._ranks:
-                ranks = min(max(self.spec.topk, self._ranks), scores.shape[-1])
-                self.ranked[group] = self._at_last_token(topk.top_k(scores, ranks)[..., : self._ranks], scores)
+                self.ranked[group] = self._at_last_token(*scored.ranked(self._ranks))
         if self.batch.driven is not None:
             picks, driven = jax.lax.optimization_barrier((picks, jnp.asarray(self.batch.driven)[group]))
             self.overruled[group], picks = jnp.sum(picks), driven
@@ -165,13 +168,12 @@ class History:
         self._readable[group], self.counters[group] = readable, counters
 
     def _at_last_token(
-        self, picks: Int32[Array, "batch steps depth"], scores: Float32[Array, "batch steps length"]
+        self, positions: Int32[Array, "batch steps depth"], scores: Float32[Array, "batch steps depth"]
     ) -> tuple[Int32[Array, "batch depth"], Float32[Array, "batch depth"]]:
         last = jnp.maximum(jnp.asarray(self.batch.count) - 1, 0)[:, None, None]
-        picks = jnp.take_along_axis(picks, last, axis=1)[:, 0]
-        best = jnp.take_along_axis(jnp.take_along_axis(scores, last, axis=1)[:, 0], picks, axis=1)
-        seen = (best > -jnp.inf) & (jnp.asarray(self.batch.count)[:, None] > 0)
-        return jnp.where(seen, picks, EMPTY), jnp.where(seen, best, -jnp.inf)
+        positions, scores = (jnp.take_along_axis(array, last, axis=1)[:, 0] for array in (positions, scores))
+        seen = (scores > -jnp.inf) & (jnp.asarray(self.batch.count)[:, None] > 0)
+        return jnp.where(seen, positions, EMPTY), jnp.where(seen, scores, -jnp.inf)
 
     def _address(self, positions: Int32[Array, "batch n"]) -> Int32[Array, "batch n"]:
         return index_keys.address(self._table, self.spec.page_size, positions)

@@ -1,18 +1,25 @@
 """Index keys of one layer group: on the device in every placement, striped like the rows.
 
-A device scores the positions that it owns; one all-gather of scores (UlaCache's) gives every device all of them.
+A device scores the positions that it owns. One all-gather then gives every device all scores (UlaCache's way), or only
+each device's best with their positions, which is less where contexts are long.
 """
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import topk
 from pallas_kernels.index_scores import address, paged_index_scores
 from ula_jax.parallel import Parallel
 from ula_jax.rows import E4M3_MAX, FormatName
 from ula_jax.striping import Striping
-from ula_jax.types import Addresses, Array, Float32, Int32, Scalar
+from ula_jax.types import EMPTY, Addresses, Array, Float32, Int32, Scalar
+
+Gather = Literal["scores", "candidates"]
+"""What devices of a stripe send each other for one token: 4 bytes for each position that a request may have, or 8 for
+each of the best of each device."""
 
 Keys = tuple[Array, ...]
 """Keys of one layer group by address: (numbers [addresses, dim],), or (codes [addresses, dim], scales [addresses])."""
@@ -74,7 +81,31 @@ def append(
     )
 
 
-def scores(
+class Scored(NamedTuple):
+    """Positions that may be selected, ascending, and their index scores; the same on every device."""
+
+    scores: Float32[Array, "batch steps n"]
+    lengths: Int32[Array, "batch steps"]
+    """How many there are; the others are -inf."""
+    positions: Int32[Array, "batch steps n"] | None
+    """EMPTY padded; None where number i is position i."""
+
+    def best(self, k: int) -> Int32[Array, "batch steps best"]:
+        """Positions of the k best, ascending, EMPTY padded."""
+        return self._positions(topk.select(self.scores, k, self.lengths))
+
+    def ranked(self, k: int) -> tuple[Int32[Array, "batch steps ranks"], Float32[Array, "batch steps ranks"]]:
+        """Positions and scores of the k best, best first."""
+        at = topk.top_k(self.scores, min(k, self.scores.shape[-1]))
+        return self._positions(at), jnp.take_along_axis(self.scores, at, axis=-1)
+
+    def _positions(self, at: Int32[Array, "batch steps k"]) -> Int32[Array, "batch steps k"]:
+        if self.positions is None:
+            return at
+        return jnp.where(at >= 0, jnp.take_along_axis(self.positions, jnp.maximum(at, 0), axis=-1), EMPTY)
+
+
+def score(
     keys: Keys,
     page_table: Int32[Array, "batch pages"],
     page_size: int,
@@ -83,8 +114,11 @@ def scores(
     lengths: Int32[Array, "batch steps"],
     striping: Striping,
     parallel: Parallel,
-) -> Float32[Array, "batch steps length"]:
-    """Index scores of the first `lengths` positions that each token sees, on every device; -inf of all others.
+    gather: Gather = "scores",
+    most: int = 0,
+) -> Scored:
+    """Score the first `lengths` positions, which are those that each token sees. Gathering `candidates`, only the best
+    `most` of each device are there: all of the best `most` among them.
 
     A device owns every P-th row of each page, so its part is paged like the whole, with pages of a P-th of the size.
 
@@ -94,11 +128,22 @@ def scores(
     devices = striping.devices
     if devices == 1:
         parts = parallel.size if parallel.tp else 1
-        return paged_index_scores(query, weights, keys, page_table, page_size, lengths, parts=parts)
-    owned = (lengths - jax.lax.axis_index(parallel.axis) + devices - 1) // devices
+        every = paged_index_scores(query, weights, keys, page_table, page_size, lengths, parts=parts)
+        return Scored(every, lengths, None)
+    rank = jax.lax.axis_index(parallel.axis)
+    owned = (lengths - rank + devices - 1) // devices
     part = paged_index_scores(query, weights, keys, page_table, page_size // devices, owned)
-    every = jax.lax.all_gather(part, parallel.axis, axis=-1)  # [batch, steps, length / devices, devices]
-    return every.reshape(*lengths.shape, -1)
+    if gather == "scores":
+        every = jax.lax.all_gather(part, parallel.axis, axis=-1)  # [batch, steps, length / devices, devices]
+        return Scored(every.reshape(*lengths.shape, -1), lengths, None)
+    best = topk.select(part, most, owned)
+    found = jnp.where(best >= 0, jnp.take_along_axis(part, jnp.maximum(best, 0), axis=-1), -jnp.inf)
+    pairs = jnp.stack([striping.address(best, rank), jax.lax.bitcast_convert_type(found, jnp.int32)])
+    pairs = jax.lax.all_gather(pairs, parallel.axis, axis=-1, tiled=True)
+    last = jnp.where(pairs[0] >= 0, pairs[0], jnp.iinfo(jnp.int32).max)
+    order, positions, words = jax.lax.sort((last, *pairs), num_keys=1)
+    there = jnp.sum(order < jnp.iinfo(jnp.int32).max, axis=-1, dtype=jnp.int32)
+    return Scored(jax.lax.bitcast_convert_type(words, jnp.float32), there, positions)
 
 
-__all__ = ["KeyFormat", "Keys", "address", "append", "scores"]
+__all__ = ["Gather", "KeyFormat", "Keys", "Scored", "address", "append", "score"]

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ula_jax import memory
 from ula_jax.history import Batch, History, KVState
+from ula_jax.index_keys import Gather
 from ula_jax.parallel import AXIS
 from ula_jax.placements.base import Placement, fitting
 from ula_jax.sampling import Sampling, sample
@@ -62,6 +63,7 @@ class Runner:
         mesh: Mesh,
         trace: bool = False,
         capture: float = 0.0,
+        gather: Gather = "scores",
     ):
         parallel = placement.parallel
         if mesh.shape[AXIS] != parallel.size:
@@ -95,7 +97,7 @@ class Runner:
         def on_device(resident: bool, params: Any, state: KVState, batch: Batch, sampling: Sampling):
             decoder: Any = nnx.merge(graph, params)
             batch, sampling = _squeeze(batch), _squeeze(sampling)
-            history = History(spec, placement, _squeeze(state), batch, capture, resident)
+            history = History(spec, placement, _squeeze(state), batch, capture, resident, gather)
             hidden = decoder(batch.tokens, batch.positions, history)
             last = jnp.maximum(batch.count - 1, 0)
             if trace:

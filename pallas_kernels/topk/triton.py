@@ -141,7 +141,7 @@ def _lanes(start, TILE: tl.constexpr):
 @triton_call.kernel
 def _keys(scores, positions, listed, i, n):
     """Positions and keys of numbers i of a row's n scores, or, if listed, of those at n positions; 0 past the end."""
-    at = tl.where(listed, tl.load(positions + i, mask=(i < n) & listed, other=0), i)
+    at = tl.where(listed, tl.load(positions + i, mask=i < tl.where(listed, n, 0), other=0), i)
     return at, tl.where(i < n, _key(tl.load(scores + at, mask=i < n, other=0.0)), 0)
 
 

@@ -37,7 +37,7 @@ def oracle_model(family: str, mode: str, devices: int):
 def make_engine(
     model, placement, device_rows: int, host_rows: int, *, rows="fp32", page_size=8, max_context=64,
     max_requests=2, prefill_rows=1, prefill_chunk=8, trace=False, verify=True, capture=0.0, fast_path=True,
-    **parameters,
+    gather="scores", **parameters,
 ) -> Engine:  # fmt: skip
     """An engine whose budget is worth so many rows with their index keys on, and rows beside, each device.
 
@@ -50,7 +50,7 @@ def make_engine(
         placement = make_placement(placement, parallel, **parameters)
     return Engine(
         model, placement, spec, budget, make_mesh(parallel.size),
-        EngineConfig(max_requests, prefill_rows, prefill_chunk, trace, verify, capture, fast_path),
+        EngineConfig(max_requests, prefill_rows, prefill_chunk, trace, verify, capture, fast_path, gather),
         model.config.vocab_size,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A placement may not change one bit of the logits: hundreds of decode steps under constant eviction."""
+"""A placement may not change one bit of the logits: a hundred decode steps under constant eviction."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from ula_jax.parallel import Parallel
 from ula_jax.placements import GpuOnly, HiSparse, ResidentHot, Ula
 from ula_jax.spec import Budget, Capacity, KVSpec
 
-PROMPT, NEW, TOPK = 24, 224, 16
+PROMPT, NEW, TOPK = 24, 112, 16
 CONTEXT = PROMPT + NEW
 PER_RANK = {"dp": 2, "tp": 6}
 """Requests. Under TP many, so that chance spreads their selections evenly over the owners."""
@@ -103,6 +103,6 @@ def _assert_same_bits(expected: list[np.ndarray], found: list[np.ndarray]) -> No
 
 
 def _assert_evicts(totals: Totals, steps: int) -> None:
-    assert totals.steps >= 200
+    assert totals.steps >= 100
     assert totals.count("evictions") > 2 * totals.steps, "expected eviction in step after step"
     assert 0 < totals.device_hit_rate < 1

@@ -5,10 +5,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.ula_jax.engines import documents, greedy, make_engine, small_model
+from tests.ula_jax.engines import Recorder, documents, greedy, make_engine, small_model
 from ula_jax.engine import Engine
 from ula_jax.parallel import Parallel
-from ula_jax.placements import PLACEMENTS, GpuOnly
+from ula_jax.placements import PLACEMENTS, GpuOnly, Ula
+from ula_jax.policies import make_policy
 from ula_jax.scheduler import SamplingParams, Status
 
 BUDGETS = [("gpu_only", 260, 0), ("hisparse", 260, 260), ("resident_hot", 110, 260), ("ula", 110, 200)]
@@ -65,6 +66,25 @@ def test_the_fast_path_changes_no_token_and_ends_when_the_device_is_full(placeme
     turns = [a for a, b in zip(paths[0], [*paths[0][1:], None], strict=True) if a != b]
     assert turns == [True, False, True]
     assert not any(paths[1] + paths[2])
+
+
+@pytest.mark.parametrize("policy", ["pb_lru", "pb_score"])
+def test_what_devices_gather_to_select_changes_no_bit(policy):
+    """`pb_score` looks at the ranking, too."""
+    model, prompts, found = small_model("tp", 2), documents(3, 48), []
+    for gather in ("scores", "candidates"):
+        engine = make_engine(
+            model, Ula(model.parallel, make_policy(policy)), 60, 200, max_requests=3, trace=True, gather=gather
+        )
+        recorder = Recorder(engine)
+        tokens = outputs(engine, prompts, [greedy(16)] * 3)
+        found.append((tokens, [recorder.stacked(r) for r in range(3)], recorder.selected, engine.totals["decode"]))
+    (tokens, logits, rows, totals), (others, same, picked, counted) = found
+    assert tokens == others
+    assert rows == picked
+    for a, b in zip(logits, same, strict=True):
+        np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
+    assert totals.count("evictions") == counted.count("evictions") > 0
 
 
 @pytest.mark.parametrize(("placement", "device_rows", "host_rows"), BUDGETS)

@@ -62,10 +62,10 @@ def striped(devices, fmt, tables, steps, lengths):
         for addresses, new in steps:
             keys = index_keys.append(fmt, keys, jnp.asarray(addresses), jnp.asarray(new), striping, rank)
         query, weights = jnp.asarray(normal(2, 1, HEADS, DIM)), jnp.asarray(normal(2, 1, HEADS, seed=1))
-        scores = index_keys.scores(
+        scored = index_keys.score(
             keys, jnp.asarray(tables), PAGE, query, weights, jnp.asarray(lengths), striping, Parallel("tp", devices)
         )
-        return scores[None], jax.tree.map(lambda lane: lane[None], keys)
+        return scored.scores[None], jax.tree.map(lambda lane: lane[None], keys)
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("kv"), out_specs=P("kv"), check_vma=False)
     empty = jax.tree.map(lambda lane: lane.reshape(devices, -1, *lane.shape[1:]), fmt.init(64))
@@ -116,9 +116,10 @@ def test_a_striped_score_has_the_bits_of_an_unstriped_one(dim, steps, rows):
     def score(striping):
         def body(shard):
             mine = jax.tree.map(lambda lane: lane[0], shard)
-            return index_keys.scores(
+            scored = index_keys.score(
                 mine, table, PAGE, query, weights, lengths, striping, Parallel("tp", devices)
-            )[None]  # fmt: skip
+            )
+            return scored.scores[None]
 
         def shards(lane):
             parts = lane.reshape(-1, striping.devices, *lane.shape[1:]).swapaxes(0, 1)
@@ -129,6 +130,50 @@ def test_a_striped_score_has_the_bits_of_an_unstriped_one(dim, steps, rows):
 
     whole, striped = score(Striping(1)), score(Striping(devices))
     np.testing.assert_array_equal(whole.view(np.uint32), striped.view(np.uint32))
+
+
+SEEN = np.array([0, 1, 7, 9, 100, 250, 256], np.int32)
+"""Positions that each request sees: shards own none, one, or thirty-two of them."""
+
+
+def selected(devices, gather, k, ranks):
+    """The k best positions and the best ranks with their scores, by every device; and all scores."""
+    pages, striping = 32, Striping(devices)
+    keys = normal(pages * PAGE, DIM, seed=2)
+    keys[np.random.default_rng(3).integers(0, len(keys), 200)] = keys[:5].repeat(40, axis=0)  # many scores are equal
+    table = jnp.arange(pages, dtype=jnp.int32)[None].repeat(len(SEEN), 0)
+    query, weights = (jnp.asarray(normal(len(SEEN), 1, *shape, seed=9)) for shape in ((HEADS, DIM), (HEADS,)))
+
+    def body(shard):
+        scored = index_keys.score(
+            (shard[0],), table, PAGE, query, weights, jnp.asarray(SEEN[:, None]), striping, Parallel("tp", devices),
+            gather, max(k, ranks),
+        )  # fmt: skip
+        every = scored.scores[None] if scored.positions is None else jnp.zeros(1)
+        return scored.best(k)[None], *(array[None] for array in scored.ranked(ranks)), every
+
+    mapped = jax.shard_map(body, mesh=make_mesh(devices), in_specs=P("kv"), out_specs=P("kv"), check_vma=False)
+    shards = jnp.asarray(keys).reshape(-1, devices, DIM).swapaxes(0, 1)
+    return [np.asarray(array) for array in jax.jit(mapped)(shards)]
+
+
+@pytest.mark.parametrize(("k", "ranks"), [(1, 1), (16, 16), (16, 24), (40, 5), (300, 300)])
+@pytest.mark.parametrize("devices", [2, 8])
+def test_what_is_gathered_changes_no_selection(devices, k, ranks):
+    """All scores, or the best of each device: both are the selection by a stable sort, ties to the lowest position."""
+    *_, every = selected(devices, "scores", k, ranks)
+    for gather in ("scores", "candidates"):
+        best, positions, scores, _ = selected(devices, gather, k, ranks)
+        for request, seen in enumerate(SEEN):
+            row = every[0, request, 0]
+            order = np.argsort(-row[:seen], kind="stable")
+            chosen = np.sort(order[:k])
+            for device in range(devices):
+                assert best[device, request, 0, : len(chosen)].tolist() == chosen.tolist(), (gather, seen)
+                assert (best[device, request, 0, len(chosen) :] == -1).all()
+                there = scores[device, request, 0] > -np.inf
+                assert positions[device, request, 0][there].tolist() == order[:ranks].tolist()
+                np.testing.assert_array_equal(scores[device, request, 0][there], row[order[:ranks]])
 
 
 def test_addresses_of_positions():
