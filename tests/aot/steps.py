@@ -13,6 +13,7 @@ from models import ModelConfig, abstract_model
 from tests.aot.h200 import compile_step
 from tests.aot.hlo import Program, Shape
 from ula_jax.history import Batch
+from ula_jax.index_keys import Gather
 from ula_jax.parallel import Parallel, make_mesh
 from ula_jax.placements import make_placement
 from ula_jax.rows import FormatName
@@ -39,6 +40,7 @@ class Step:
     program: Program
     temporary: int
     """Bytes on the device or the host that are neither argument nor result, and may hold copies unseen in the HLO."""
+    gather: Gather = "scores"
 
     @property
     def pools(self) -> list[Shape]:
@@ -81,30 +83,32 @@ class Step:
             found["all-gather", DEVICES * tokens * 4 * config.num_experts] += experts  # and their gates
             found["reduce-scatter", tokens * hidden] += experts
         if placement.striping.devices > 1:
-            found["all-gather", tokens * 4 * spec.max_context] += len(spec.groups)  # index scores
+            best = 2 * DEVICES * min(spec.topk, spec.max_context // DEVICES)  # of each device, with their positions
+            scores = spec.max_context if self.gather == "scores" else best
+            found["all-gather", tokens * 4 * scores] += len(spec.groups)
             found["all-reduce", tokens * spec.topk * spec.row.nbytes] += layers  # selected rows, from their owners
         return found
 
 
 @cache
-def compiled(name: str, mode: str, phase: str, rows: FormatName = "fp32") -> Step:
+def compiled(name: str, mode: str, phase: str, rows: FormatName = "fp32", gather: Gather = "scores") -> Step:
     """The step of a placement on eight H200s."""
-    runner, spec, config = _runner(name, mode, rows)
+    runner, spec, config = _runner(name, mode, rows, gather)
     executable = compile_step(runner.step_function, runner.params, runner.state, *_batch(runner, spec, phase),
                               devices=DEVICES)  # fmt: skip
-    return Step(runner, spec, config, phase, *read(executable))
+    return Step(runner, spec, config, phase, *read(executable), gather)
 
 
 @cache
 def compiled_release(name: str, mode: str) -> Step:
     """Likewise the function that forgets a request."""
-    runner, spec, config = _runner(name, mode, "fp32")
+    runner, spec, config = _runner(name, mode, "fp32", "scores")
     addresses = np.zeros((runner.ranks, spec.table_width * spec.page_size), np.int32)
     executable = compile_step(runner.release_function, runner.state, addresses, devices=DEVICES)
     return Step(runner, spec, config, "release", *read(executable))
 
 
-def _runner(name: str, mode: str, rows: FormatName) -> tuple[Runner, KVSpec, ModelConfig]:
+def _runner(name: str, mode: str, rows: FormatName, gather: Gather) -> tuple[Runner, KVSpec, ModelConfig]:
     # Cut to one layer with a dense MLP, and two with experts that share a selection.
     config = ModelConfig.from_hub(
         GOLDEN, num_layers=3, sparse_layers=(False, True, True), full_layers=(True, True, False)
@@ -114,7 +118,7 @@ def _runner(name: str, mode: str, rows: FormatName) -> tuple[Runner, KVSpec, Mod
     keys = (DEVICE_SLOTS + HOST_SLOTS) * spec.index_bytes
     budget = Budget(DEVICE_SLOTS * spec.row_bytes + keys, HOST_SLOTS * spec.row_bytes)
     model = abstract_model(config, mesh, parallel)
-    return Runner(model, make_placement(name, parallel), spec, budget, mesh), spec, config
+    return Runner(model, make_placement(name, parallel), spec, budget, mesh, gather=gather), spec, config
 
 
 def _batch(runner: Runner, spec: KVSpec, phase: str) -> tuple[Batch, Sampling]:

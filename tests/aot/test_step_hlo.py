@@ -22,7 +22,8 @@ STEPS = [
     ("hisparse", "tp", "prefill"),
 ]
 TWO_LANES = ("ula", "tp", "decode", "fp8")
-every_step = pytest.mark.parametrize("case", [*STEPS, TWO_LANES], ids="-".join)
+CANDIDATES = ("ula", "tp", "decode", "fp32", "candidates")
+every_step = pytest.mark.parametrize("case", [*STEPS, TWO_LANES, CANDIDATES], ids="-".join)
 
 
 @every_step

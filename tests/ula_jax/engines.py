@@ -36,7 +36,7 @@ def oracle_model(family: str, mode: str, devices: int):
 
 def make_engine(
     model, placement, device_rows: int, host_rows: int, *, rows="fp32", page_size=8, max_context=64,
-    max_requests=2, prefill_rows=1, prefill_chunk=8, trace=False, verify=True, capture=0.0, fast_path=True,
+    max_requests=2, prefill_rows=1, prefill_chunk=8, trace=False, verify=True, capture=0.0, fast_path=False,
     gather="scores", **parameters,
 ) -> Engine:  # fmt: skip
     """An engine whose budget is worth so many rows with their index keys on, and rows beside, each device.

@@ -32,7 +32,7 @@ def test_every_placement_decodes_the_same_tokens_and_leaves_nothing_behind(mode,
     for placement, device_rows, host_rows in BUDGETS:
         if (mode, placement) == ("dp", "resident_hot"):
             continue  # under TP its devices are as much by themselves
-        engine = make_engine(model, placement, device_rows, host_rows, max_requests=3)
+        engine = make_engine(model, placement, device_rows, host_rows, max_requests=3, fast_path=True)
         every.append(outputs(engine, prompts, params))
         assert [len(tokens) for tokens in every[-1]] == [6 + i for i in range(7)]
         assert 1 < engine.most_running <= 7
