@@ -8,6 +8,9 @@ Numbers: e4m3 codes are exact in float16, and bf16 keys go in as they are. Each 
 two, which its weight takes over, and rounded to float16, or split into two bf16 parts. Products are added in float32.
 """
 
+# Kernels are Triton's language, whose stubs type few of its results.
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 import jax
 import jax.numpy as jnp
 import triton.language as tl

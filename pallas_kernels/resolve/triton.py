@@ -6,6 +6,9 @@ knows where the list of each block begins, and writes the lists of all blocks at
 by atomics on a number for each block, they took 60 us and not 2.)
 """
 
+# Kernels are Triton's language, whose stubs type few of its results.
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from typing import Any
 
 import jax

@@ -11,6 +11,9 @@ bits for every number that is not 2^24 times smaller than the largest of its kin
 65504. Products and sums are float32; shares of a token are float16 on their way to `_merge`.
 """
 
+# Kernels are Triton's language, whose stubs type few of its results.
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from math import e, log, log2
 from typing import Any
 

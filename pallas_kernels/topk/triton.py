@@ -8,6 +8,9 @@ than k marked, or more than there is room for) it does so over the whole row: as
 Ties are told apart by position from the start, so a row of equal scores is a row like any other.
 """
 
+# Kernels are Triton's language, whose stubs type few of its results.
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from math import ceil, sqrt
 
 import jax

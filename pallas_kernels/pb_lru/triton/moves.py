@@ -5,6 +5,9 @@ its last one, knows it from the value before, and goes on a level above. So the 
 first.
 """
 
+# Kernels are Triton's language, whose stubs type few of its results.
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 
 import triton.language as tl
 from jaxtyping import Array, Int32

@@ -6,6 +6,9 @@ the totals of the programs before, it knows the places of these bits in the list
 which the interpreter has too.
 """
 
+# Kernels are Triton's language, whose stubs type few of its results.
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from typing import Any
 
 import jax.numpy as jnp
