@@ -350,24 +350,45 @@ def test_the_copy_that_the_test_looks_for_is_found():
     assert pool_sized(text, POOL)
 
 
-def test_a_donated_host_pool_is_written_in_place():
+def write_one_layer(host, device, slots):
+    return sg.write_host(host, 1, slots, device[1, :2])
+
+
+def write_all_layers(host, device, slots):
+    return sg.write_back((device,), (host,), jnp.asarray([7, 8], jnp.int32), slots)[0]
+
+
+def read_one_layer(host, device, slots):
+    return sg.read_host(host, 1, slots)
+
+
+def read_all_layers(host, device, slots):
+    return sg.fetch((device,), (host,), slots, jnp.asarray([7, 8], jnp.int32))
+
+
+def of_host():
+    """A host pool, a small device pool and slots."""
     rng = np.random.default_rng(5)
-    slots, rows = np.array([3, EMPTY], np.int32), random_words(rng, 2, 40)
-    host = on_host(random_words(rng, 4099, 3, 40))
-    write = lambda pool, slots, rows: sg.write_host(pool, 1, slots, rows)  # noqa: E731
-    text, _ = compiled(write, host, slots, rows, donate=0)
+    device = jnp.asarray(random_words(rng, 3, 20, 40))
+    return on_host(random_words(rng, 4099, 3, 40)), device, np.array([3, EMPTY], np.int32)
+
+
+@pytest.mark.parametrize("write", [write_one_layer, write_all_layers], ids=lambda write: write.__name__)
+def test_a_donated_host_pool_is_written_in_place(write):
+    host, device, slots = of_host()
+    text, _ = compiled(write, host, device, slots, donate=0)
     assert not pool_sized(text, host)
     assert "input_output_alias={" in text
-    assert pool_sized(compiled(write, host, slots, rows, donate=())[0], host)
-    own = jax.jit(write)(host, slots, rows)  # a buffer of JAX's own
+    assert pool_sized(compiled(write, host, device, slots, donate=())[0], host)
+    own = jax.jit(write)(host, device, slots)  # a buffer of JAX's own
     before = own.unsafe_buffer_pointer()
-    assert jax.jit(write, donate_argnums=0)(own, slots, rows).unsafe_buffer_pointer() == before
+    assert jax.jit(write, donate_argnums=0)(own, device, slots).unsafe_buffer_pointer() == before
 
 
-def test_a_read_on_the_host_copies_rows_and_not_the_pool():
-    host = on_host(random_words(np.random.default_rng(6), 4099, 3, 40))
-    slots = np.array([3, EMPTY], np.int32)
-    text, temporary = compiled(lambda pool, slots: sg.read_host(pool, 1, slots), host, slots, donate=())
+@pytest.mark.parametrize("read", [read_one_layer, read_all_layers], ids=lambda read: read.__name__)
+def test_a_read_on_the_host_copies_rows_and_not_the_pool(read):
+    host, device, slots = of_host()
+    text, temporary = compiled(read, host, device, slots, donate=())
     assert not pool_sized(text, host)
     assert temporary < host.nbytes // 100
 
