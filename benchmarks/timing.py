@@ -80,16 +80,21 @@ def _device_spans(once: Callable[[], Any], times: int) -> list[float]:
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     for _ in range(times if jax.default_backend() == "gpu" else 0):
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=options):
-                jax.block_until_ready(once())
-            (found,) = Path(folder).rglob("*.xplane.pb")
-            planes = [p for p in jax.profiler.ProfileData.from_file(str(found)).planes if "GPU" in p.name]
+        planes = [plane for plane in profile(once, options).planes if "GPU" in plane.name]
         streams = [line for plane in planes for line in plane.lines if "Stream" in line.name]
         events = [(e.start_ns, e.start_ns + e.duration_ns) for line in streams for e in line.events]
         if events:
             spans.append((max(end for _, end in events) - min(start for start, _ in events)) / 1e9)
     return spans
+
+
+def profile(run: Callable[[], Any], options: Any = None) -> Any:
+    """What the profiler saw (`jax.profiler.ProfileData`) until the result of `run` was there."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(run())
+        (found,) = Path(folder).rglob("*.xplane.pb")
+        return jax.profiler.ProfileData.from_file(str(found))
 
 
 def first_result(case: Case, form: str) -> Any:

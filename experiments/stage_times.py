@@ -7,13 +7,11 @@ Within a CUDA graph (XLA's command buffer) kernels name the graph alone: a step 
 """
 
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import jax
+from benchmarks.timing import profile
 
 STAGES = ("index_scores", "top_k", "resolve", "exchange", "append", "attend", "mlp", "lm_head", "attention")
 """Scopes of `ula_jax.history`, `ula_jax.pool` and `models`. What is left of `attention` are its projections, the
@@ -28,17 +26,11 @@ CONTROL = re.compile(r"(while|conditional|call|async)([.-]|$)")
 
 def stage_times(step: Callable[[], Any], steps: int, hlo: str) -> dict[str, float]:
     """Seconds of each stage in one step, and `other`: the mean of `steps` runs of the step whose text is `hlo`."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(steps):
-                output = step()
-            jax.block_until_ready(output)  # pyright: ignore[reportPossiblyUnboundVariable]
-        (profile,) = Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(profile))
-        module, scopes = hlo.split("HloModule ", 1)[1].split(",", 1)[0], scopes_of(hlo)
-        times: dict[str, float] = defaultdict(float)
-        for name, nanoseconds in _instructions(data, module):
-            times[stage_of(scopes.get(name, ""))] += nanoseconds / steps / 1e9
+    data = profile(lambda: [step() for _ in range(steps)][-1])
+    module, scopes = hlo.split("HloModule ", 1)[1].split(",", 1)[0], scopes_of(hlo)
+    times: dict[str, float] = defaultdict(float)
+    for name, nanoseconds in _instructions(data, module):
+        times[stage_of(scopes.get(name, ""))] += nanoseconds / steps / 1e9
     return dict(times)
 
 

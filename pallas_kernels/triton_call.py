@@ -39,6 +39,26 @@ def forms(unsupported: str | None = None) -> dict[str, str | None]:
     }
 
 
+def like(array: Any) -> jax.ShapeDtypeStruct:
+    """An output of the array's shape and type."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    """An int32 output."""
+    return jax.ShapeDtypeStruct(shape, np.dtype("int32"))
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not below n: tiles must have such a size."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def call(
     function: Any,
     *arrays: Array,

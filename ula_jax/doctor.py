@@ -7,7 +7,6 @@ import os
 import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from rich.table import Table
 
 from pallas_kernels.dispatch import explaining
 from ula_jax.history import Batch, History
+from ula_jax.memory import HOST_LIMIT, HOST_LIMIT_DEFAULT, container_memory
 from ula_jax.parallel import Parallel, make_mesh, visible_devices
 from ula_jax.placements import make_placement
 from ula_jax.report import print_table
@@ -29,7 +29,6 @@ from ula_jax.types import Array
 PACKAGES = ("jax", "jaxlib", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin", "triton", "jax-triton")
 TUNED_FOR = "9.0"
 """Compute capability (Hopper) for which block sizes were chosen."""
-HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 @dataclass(frozen=True)
@@ -139,9 +138,9 @@ def host_memory() -> tuple[int, int]:
     """Bytes in all and free ones, of the container where there is one."""
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = (os.sysconf(name) * page for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        total, free = min(total, int(text)), min(free, int(text) - int(used.read_text()))
+    if container := container_memory():
+        limit, used = container
+        total, free = min(total, limit), min(free, limit - used)
     return total, free
 
 
@@ -195,7 +194,7 @@ def show(found: dict[str, Any]) -> None:
 
 def host_limit(value: str | None) -> str:
     """What the variable means."""
-    now = f"{value} GB" if value else "64 GB unless it is set"
+    now = f"{value} GB" if value else f"{HOST_LIMIT_DEFAULT} GB unless it is set"
     return f"on a GPU, all pools in host memory together stop at {now}; it is read when JAX starts"
 
 

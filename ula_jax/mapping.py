@@ -7,11 +7,11 @@ through the kernels of `pallas_kernels.resolve`; what happens between steps or i
 
 from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels import resolve
 from pallas_kernels.pytree import pytree
+from pallas_kernels.resolve.reference import lookup, store
 from ula_jax.types import EMPTY, NOWHERE, Addresses, Array, Bool, Int32, Scalar, Slots
 
 
@@ -44,21 +44,6 @@ def init(addresses: int, device_slots: int, host_slots: int) -> Mapping:
         host_free=jnp.arange(host_slots - 1, -1, -1, dtype=jnp.int32),
         host_free_count=jnp.int32(host_slots),
     )
-
-
-def lookup(table: Int32[Array, " size"], index: Addresses, missing: int) -> Addresses:
-    """table[index], `missing` where index is EMPTY."""
-    if not table.size:  # JAX cannot gather from nothing, as when there is no host tier
-        return jnp.full_like(index, missing)
-    found = table.at[index].get(mode="fill", fill_value=missing, wrap_negative_indices=False)
-    return jax.lax.optimization_barrier(found)  # fused into a later write of the table, it would cost a copy of it
-
-
-def store(table: Int32[Array, " size"], index: Slots, values: Slots) -> Int32[Array, " size"]:
-    """The table with values at distinct indices; EMPTY dropped."""
-    if not table.size:
-        return table
-    return table.at[index].set(values, mode="drop", wrap_negative_indices=False)
 
 
 def locate(mapping: Mapping, addresses: Addresses) -> Addresses:

@@ -126,11 +126,17 @@ def host_free() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-        most = limit.read_text().strip() if limit.is_file() else "max"
+        container = container_memory()
     except (OSError, StopIteration):
         return None
-    return free if most == "max" else min(free, int(most) - int(used.read_text()))
+    return min(free, container[0] - container[1]) if container else free
+
+
+def container_memory() -> tuple[int, int] | None:
+    """Bytes that the container may have and those that it has taken; None where nothing limits it."""
+    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
+    most = limit.read_text().strip() if limit.is_file() else "max"
+    return None if most == "max" else (int(most), int(used.read_text()))
 
 
 def zeros_on_host(shape: tuple[int, ...], dtype: Any, place: NamedSharding) -> Array:

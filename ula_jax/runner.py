@@ -80,8 +80,8 @@ class Runner:
         self.capacity = fitting(placement, spec, budget)
         self.ranks = self.capacity.ranks
         graph, self.params = nnx.split(model)
-        by_rank = P() if parallel.tp else P(AXIS)
-        over = partial(jax.shard_map, mesh=mesh, check_vma=False)
+        self._by_rank = by_rank = P() if parallel.tp else P(AXIS)
+        self._over = over = partial(jax.shard_map, mesh=mesh, check_vma=False)
 
         def init() -> KVState:
             size = self.capacity.addresses // self.capacity.stripe
@@ -139,10 +139,7 @@ class Runner:
         def on_device(state: KVState, arrays: tuple[Array, ...]) -> KVState:
             return _expand(change(_squeeze(state), *_squeeze(arrays)))
 
-        by_rank = P() if self.placement.parallel.tp else P(AXIS)
-        over = jax.shard_map(
-            on_device, mesh=self.mesh, in_specs=(P(AXIS), by_rank), out_specs=P(AXIS), check_vma=False
-        )
+        over = self._over(on_device, in_specs=(P(AXIS), self._by_rank), out_specs=P(AXIS))
         return jax.jit(
             lambda state, *arrays: over(state, arrays), donate_argnums=0, out_shardings=self._shardings
         )

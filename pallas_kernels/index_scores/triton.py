@@ -17,6 +17,7 @@ import triton.language as tl
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels import triton_call
+from pallas_kernels.triton_call import power_of_2
 
 MOST_NUMBERS = 2**14
 """Numbers of the query that one program holds in registers."""
@@ -36,8 +37,8 @@ def paged_index_scores(
     """As `reference.paged_index_scores`, up to rounding."""
     batch, steps, heads, dim = query.shape
     length, scaled = page_table.shape[1] * page_size, len(keys) == 2
-    columns = max(16, _power(heads))
-    chunk = min(_power(steps), max(1, MOST_NUMBERS // (columns * dim * (1 if scaled else 2))))
+    columns = max(16, power_of_2(heads))
+    chunk = min(power_of_2(steps), max(1, MOST_NUMBERS // (columns * dim * (1 if scaled else 2))))
     chunks = -(-steps // chunk)
     tile = 128 if scaled and chunk * columns <= 32 else 64  # as registers and shared memory allow
     tiles = TILES
@@ -50,10 +51,6 @@ def paged_index_scores(
         STEPS=steps, HEADS=heads, DIM=dim, PAGES=page_table.shape[1], PAGE=page_size, SCALED=scaled, CHUNK=chunk,
         COLUMNS=columns, TILE=tile, TILES=tiles, INTERPRETED=interpret,
     )[0]  # fmt: skip
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 @triton_call.kernel

@@ -11,13 +11,13 @@ by atomics on a number for each block, they took 60 us and not 2.)
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import triton.language as tl
 from jaxtyping import Array, Int32
 
-from pallas_kernels import bits, triton_call
+from pallas_kernels import triton_call
+from pallas_kernels import triton_parts as parts
 from pallas_kernels.resolve.tables import Counts, Found, Moves, Tables, limit
+from pallas_kernels.triton_call import cdiv, ints, power_of_2
 
 MARK, MOVE = 512, 512
 """Entries and arrivals of one program."""
@@ -49,8 +49,8 @@ def find(tables: Tables, selected: Int32[Array, " n"], new: Int32[Array, " new"]
         tables.location,
         selected,
         new,
-        grid=(_cdiv(n, MARK) + _cdiv(k, MARK),),
-        out=[_ints(words + 2)],
+        grid=(cdiv(n, MARK) + cdiv(k, MARK),),
+        out=[ints(words + 2)],
         zeroed=[0],
         interpret=interpret,
         N=n,
@@ -63,7 +63,7 @@ def find(tables: Tables, selected: Int32[Array, " n"], new: Int32[Array, " new"]
         _tally,
         marks,
         grid=(tallies,),
-        out=[_ints(tallies * TALLY), _ints(tallies)],
+        out=[ints(tallies * TALLY), ints(tallies)],
         interpret=interpret,
         **tiers,
     )
@@ -77,13 +77,13 @@ def find(tables: Tables, selected: Int32[Array, " n"], new: Int32[Array, " new"]
         inner,
         totals,
         grid=(tallies * TALLY + 1,),
-        out=[_ints(2 * most), _ints(most), _ints(most), _ints(1), _ints(len(Counts._fields))],
+        out=[ints(2 * most), ints(most), ints(most), ints(1), ints(len(Counts._fields))],
         interpret=interpret,
         K=k,
         MOST=most,
         TALLIES=tallies,
-        LANES=_power_of_2(tallies),
-        FILL=min(1024, _power_of_2(_cdiv(2 * most, tallies * TALLY))),
+        LANES=power_of_2(tallies),
+        FILL=min(1024, power_of_2(cdiv(2 * most, tallies * TALLY))),
         TOTALS=words,
         B=128,
         **tiers,
@@ -108,8 +108,8 @@ def move(
         source,
         given,
         *state,
-        grid=(_cdiv(most, MOVE),),
-        out=[_ints(most)] * 3 + [_ints(table.shape[0]) for table in state],
+        grid=(cdiv(most, MOVE),),
+        out=[ints(most)] * 3 + [ints(table.shape[0]) for table in state],
         alias={3 + i: 3 + i for i in range(len(state))},
         interpret=interpret,
         MOST=most,
@@ -131,8 +131,8 @@ def slots_of(
         location,
         selected,
         new,
-        grid=(_cdiv(n, MARK) + _cdiv(k, MARK),),
-        out=[_ints(n), _ints(k)],
+        grid=(cdiv(n, MARK) + cdiv(k, MARK),),
+        out=[ints(n), ints(k)],
         interpret=interpret,
         N=n,
         K=k,
@@ -143,20 +143,8 @@ def slots_of(
 
 def _blocks(slots: int, words: int) -> tuple[int, int]:
     """Words of a block of the bitmap over so many slots, and programs that tally its blocks."""
-    words = max(words, _power_of_2(_cdiv(slots, 32 * MOST_BLOCKS))) if slots else words
-    return words, _cdiv(slots, 32 * words * TALLY)
-
-
-def _ints(size: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((size,), jnp.int32)
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+    words = max(words, power_of_2(cdiv(slots, 32 * MOST_BLOCKS))) if slots else words
+    return words, cdiv(slots, 32 * words * TALLY)
 
 
 @triton_call.kernel
@@ -172,7 +160,7 @@ def _mark(
     B: tl.constexpr,
 ):
     """`marks`: the bitmap, and how many entries are there and how many fresh rows."""
-    at = tl.program_id(0) * B + _lanes(B)
+    at = parts.lanes(tl.program_id(0) * B, B)
     behind = at - tl.cdiv(N, B) * B
     address = tl.load(selected + at, mask=at < N, other=NONE)
     fresh = tl.load(new + behind, mask=(behind >= 0) & (behind < K), other=NONE)
@@ -213,7 +201,7 @@ def _tally(
 @triton_call.kernel
 def _ones_of(at):
     """Bits set in each row of words."""
-    return tl.sum(bits.ones(tl.load(at).to(tl.uint32, bitcast=True)), axis=1)
+    return tl.sum(parts.ones(tl.load(at).to(tl.uint32, bitcast=True)), axis=1)
 
 
 @triton_call.kernel
@@ -250,12 +238,12 @@ def _collect(
     hits = tl.sum(held) - misses
     before = tl.sum(tl.where(lane < block // EACH, held, 0)) + tl.load(inner + block, mask=block < TALLIES * EACH)
     if block < HOST_TALLIES * EACH:
-        word_at = block * HOST_WORDS + _lanes(HOST_WORDS)
+        word_at = parts.lanes(block * HOST_WORDS, HOST_WORDS)
         word = tl.load(marks + word_at).to(tl.uint32, bitcast=True)
-        ones = bits.ones(word)
+        ones = parts.ones(word)
         at = fresh + before + tl.cumsum(ones) - ones
         while tl.max((word != 0).to(tl.int32)) > 0:
-            lowest = word_at * 32 + bits.ones(word ^ (word - 1)) - 1
+            lowest = word_at * 32 + parts.ones(word ^ (word - 1)) - 1
             some = (word != 0) & (at < MOST)
             tl.store(source + at, lowest, mask=some)
             tl.store(arriving + at, tl.load(host_address + lowest, mask=some), mask=some)
@@ -299,16 +287,9 @@ def _write_all(out, words, first, before, MOST: tl.constexpr, WORDS: tl.constexp
     """Numbers of the bits that are set in some words, from place `before` on: all at once, for words with many."""
     word_at, number = first + tl.arange(0, WORDS), tl.arange(0, 32)[None, :]
     word = tl.load(words + word_at).to(tl.uint32, bitcast=True)
-    ones, bit = bits.ones(word), bits.bit(number)
-    at = (before + tl.cumsum(ones) - ones)[:, None] + bits.ones(word[:, None] & (bit - 1))
+    ones, bit = parts.ones(word), parts.bit(number)
+    at = (before + tl.cumsum(ones) - ones)[:, None] + parts.ones(word[:, None] & (bit - 1))
     tl.store(out + at, word_at[:, None] * 32 + number, mask=((word[:, None] & bit) != 0) & (at < MOST))
-
-
-@triton_call.kernel
-def _lanes(B: tl.constexpr):
-    """0 and on. Named as not contiguous, so that a thread holds every 32nd and the layout is that of a scatter: with
-    neighbours to a thread, all that is scattered would cross shared memory first."""
-    return tl.max_contiguous(tl.arange(0, B), 1)
 
 
 @triton_call.kernel
@@ -335,7 +316,7 @@ def _rewrite(
     COPIES: tl.constexpr,
     B: tl.constexpr,
 ):
-    at = tl.program_id(0) * B + _lanes(B)
+    at = parts.lanes(tl.program_id(0) * B, B)
     address = tl.load(arriving + at, mask=at < MOST, other=NONE)
     slot = tl.load(given + at, mask=at < MOST, other=NONE)
     origin = tl.load(source + at, mask=at < MOST, other=NONE)
@@ -373,7 +354,7 @@ def _rewrite(
 
 @triton_call.kernel
 def _look_up(location, selected, new, found, placed, N: tl.constexpr, K: tl.constexpr, B: tl.constexpr):
-    at = tl.program_id(0) * B + _lanes(B)
+    at = parts.lanes(tl.program_id(0) * B, B)
     behind = at - tl.cdiv(N, B) * B
     of_new = (behind >= 0) & (behind < K)
     address = tl.maximum(

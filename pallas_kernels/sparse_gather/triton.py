@@ -19,6 +19,7 @@ from jaxtyping import Array, Int32, UInt32
 
 from pallas_kernels import triton_call
 from pallas_kernels.sparse_gather.reference import HostLanes, Lanes, beside
+from pallas_kernels.triton_call import like, power_of_2
 
 PIECE = 32
 """Words of a part at most: 128 bytes."""
@@ -121,7 +122,7 @@ def _copy(
         source.rows,
         slots if made else target.rows,
         grid=grid,
-        out=[_like(target.rows)],
+        out=[like(target.rows)],
         alias={} if made else {4: 0},
         warps=WARPS,
         interpret=interpret,
@@ -145,13 +146,13 @@ def _trade(device: Lanes, host: HostLanes, lists: tuple[Slots, ...], both_ways: 
     token = jax.ShapeDtypeStruct((1,), jnp.int32)
     # The kernel has parameters for two lanes. With PARTS2 = 0 it leaves those of the second alone.
     unused, unwritten = [lists[0]] * (2 - lanes), [token] * (2 - lanes)
-    settled = [_like(pool) if interpret else token for pool in host]
+    settled = [like(pool) if interpret else token for pool in host]
     tiles |= dict(SLOTS=slots, PARTS2=parts, PIECE2=piece, GROUP2=_group(layers * parts), BOTH_WAYS=both_ways)
     results = triton_call.call(
         _trade_rows,
         *[*lists, *host, *unused, *device, *unused],
         grid=grid,
-        out=[*map(_like, device), *unwritten, *settled, *unwritten],
+        out=[*map(like, device), *unwritten, *settled, *unwritten],
         alias={6 + lane: lane for lane in range(lanes)} | {4 + lane: 2 + lane for lane in range(lanes) if interpret},
         warps=WARPS,
         interpret=interpret,
@@ -163,7 +164,7 @@ def _trade(device: Lanes, host: HostLanes, lists: tuple[Slots, ...], both_ways: 
 
 def _pass_on(after: Array, pool: Array) -> Array:
     """The pool, once `after` is there."""
-    (passed,) = triton_call.call(_nothing, after, pool, grid=(1,), out=[_like(pool)], alias={1: 0}, warps=1)
+    (passed,) = triton_call.call(_nothing, after, pool, grid=(1,), out=[like(pool)], alias={1: 0}, warps=1)
     return beside(passed, pool)
 
 
@@ -173,7 +174,7 @@ def _tiles(n: int, layers: int, words: int, plan: tuple[int, int]) -> tuple[tupl
     parts = words // piece
     programs = min(programs, -(-n // entries))
     turns = -(-n // (entries * programs))
-    look = min(LOOK, _power(turns))
+    look = min(LOOK, power_of_2(turns))
     return (programs,), dict(
         N=n, LOOKS=-(-turns // look), LOOK=look, ENTRIES=entries, GROUP=_group(layers * parts),
         LAYERS=layers, PARTS=parts, PIECE=piece,
@@ -181,12 +182,7 @@ def _tiles(n: int, layers: int, words: int, plan: tuple[int, int]) -> tuple[tupl
 
 
 def _group(parts: int) -> int:
-    return min(GROUP, _power(parts)) if parts else 1
-
-
-def _power(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
+    return min(GROUP, power_of_2(parts)) if parts else 1
 
 
 def _piece(words: int) -> int:
@@ -208,10 +204,6 @@ def _list(rows) -> Side:
 
 def _new(layers: int, slots: Slots, pool) -> Side:
     return _list(jax.ShapeDtypeStruct((layers, slots.shape[0], pool.shape[2]), pool.dtype))
-
-
-def _like(x) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 @triton_call.kernel

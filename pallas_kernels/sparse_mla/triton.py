@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels import triton_call
 from pallas_kernels.sparse_mla.reference import RowFormat
+from pallas_kernels.triton_call import power_of_2
 
 HEADS = 64
 """Heads of one program: what a warp group multiplies at a time. Fewer are padded."""
@@ -63,13 +64,13 @@ def sparse_mla(
     halves, units, peaks = triton_call.call(
         _prepare, query.astype(jnp.float32), lanes[-1], slots, at, grid=(tokens, parts),
         out=[_array(tokens, heads, width, dtype=jnp.float16), _array(tokens, heads), _array(tokens, parts)],
-        warps=together, TOGETHER=together, ROWS=_power(-(-selected // parts)), SCALE=scale * log2(e), **pool,
+        warps=together, TOGETHER=together, ROWS=power_of_2(-(-selected // parts)), SCALE=scale * log2(e), **pool,
     )  # fmt: skip
     partial = jnp.float32 if shares == 1 else jnp.float16
     outputs, lse = triton_call.call(
         _attend, halves, units, peaks, lanes[0], lanes[-1], slots, at, grid=(tokens, shares, tiles),
         out=[_array(tokens, shares, heads, latent, dtype=partial), _array(tokens, shares, heads)], warps=8, stages=3,
-        PADDED=_power(parts), WORDS=lanes[0].shape[2], SHARES=shares, EACH=-(-blocks // shares), BLOCK=block,
+        PADDED=power_of_2(parts), WORDS=lanes[0].shape[2], SHARES=shares, EACH=-(-blocks // shares), BLOCK=block,
         TILE=HEADS, **pool,
     )  # fmt: skip
     if shares > 1:
@@ -78,7 +79,7 @@ def sparse_mla(
         outputs, lse = triton_call.call(
             _merge, outputs, lse, peaks, grid=(tokens, heads // together, latent // columns),
             out=[_array(tokens, heads, latent), _array(tokens, heads)], warps=together * columns // 256,
-            PADDED=_power(parts), SHARES=shares, TOGETHER=together, COLUMNS=columns, **sizes,
+            PADDED=power_of_2(parts), SHARES=shares, TOGETHER=together, COLUMNS=columns, **sizes,
         )  # fmt: skip
     return outputs.reshape(batch, steps, heads, latent), lse.reshape(batch, steps, heads)
 
@@ -86,10 +87,6 @@ def sparse_mla(
 def _shares(programs: int, blocks: int) -> int:
     """Into how many parts to cut a list of blocks so that all programs together take the least time."""
     return min(range(1, blocks + 1), key=lambda n: -(-programs * n // PROCESSORS) * (-(-blocks // n) + START))
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

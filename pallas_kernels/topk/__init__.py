@@ -39,11 +39,12 @@ def select(
     """
     if k < 1:
         raise ValueError(f"select: expected k of 1 or more, found {k}; without a selection there is nothing to call")
-    if choose("topk.select", implementation, {"reference": None, **triton_call.forms()}, PREFER) == "reference":
+    chosen = choose("topk.select", implementation, {"reference": None, **triton_call.forms()}, PREFER)
+    if chosen == "reference":
         return reference.select(scores, k, lengths)
     from pallas_kernels.topk import triton
 
-    return triton.select(scores, k, lengths, interpret=implementation == "triton_interpret")
+    return triton.select(scores, k, lengths, interpret=chosen == "triton_interpret")
 
 
 __all__ = ["EMPTY", "select", "top_k"]

@@ -19,13 +19,15 @@ import triton.language as tl
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from pallas_kernels import triton_call
+from pallas_kernels import triton_parts as parts
 from pallas_kernels.topk.reference import EMPTY
+from pallas_kernels.triton_call import power_of_2
 
 SAMPLES = 4096
 DIRECT = 16384
 """Rows up to this length go to `finish` alone."""
-SEGMENT = 4096
-"""Scores that a block of `mark` reads."""
+SEGMENT, MARK_WARPS = 4096, 4
+"""Scores that a block of `mark` reads, and its warps."""
 TILE = 16384
 """Scores at most that a block of `finish` holds in registers."""
 PER_WARP = 512
@@ -47,7 +49,7 @@ def select(
         guesses, marks = _marks(scores, k, lengths, interpret)
     else:
         guesses = marks = jnp.zeros((1, 1), jnp.uint32)
-    tile = min(TILE, _power(room if sampled else length))
+    tile = min(TILE, power_of_2(room if sampled else length))
     found, _ = triton_call.call(
         finish,
         scores,
@@ -104,20 +106,12 @@ def _marks(
     return guesses, marks
 
 
-MARK_WARPS = 4
-
-
 def _room(length: int, k: int) -> int:
     """More scores than reach a guess, by six standard deviations of their number, or all of them."""
     stretch = ceil(length / SAMPLES)
     taken = k / stretch + 5 * sqrt(k / stretch) + 5
     taken += taken / 8 + 1
     return min(length, ceil(stretch * (taken + 6 * sqrt(taken) + 6)))
-
-
-def _power(n: int) -> int:
-    """The next power of two."""
-    return 1 << (n - 1).bit_length()
 
 
 def _warps(keys: int) -> int:
@@ -132,13 +126,6 @@ def _key(score):
     bits = tl.where(size > 0x7F800000, 0xFF7FFFFF, bits)  # NaN counts as the lowest finite number
     bits = tl.where(size < 0x00800000, 0, bits)
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-
-
-@triton_call.kernel
-def _lanes(start, TILE: tl.constexpr):
-    """`start` and on. Named as not contiguous, so that a thread holds every 32nd and the layout is that of a scatter:
-    with four neighbours to a thread, all that is scattered would cross shared memory first."""
-    return start + tl.max_contiguous(tl.arange(0, TILE), 1)
 
 
 @triton_call.kernel
@@ -161,7 +148,7 @@ def _threshold(key, n, wanted, slack, low, high, scores, positions, listed, TILE
         count = tl.sum((key >= middle).to(tl.int32))
         start = TILE
         while start < n:
-            _, more = _keys(scores, positions, listed, _lanes(start, TILE), n)
+            _, more = _keys(scores, positions, listed, parts.lanes(start, TILE), n)
             count += tl.sum((more >= middle).to(tl.int32))
             start += TILE
         enough = count >= wanted
@@ -218,11 +205,9 @@ def _list(marks, positions, length, ROOM: tl.constexpr, TILE: tl.constexpr):
     n = tl.full((), 0, tl.int32)
     start = 0
     while start * 32 < length:
-        i = _lanes(start, TILE)
+        i = parts.lanes(start, TILE)
         word = tl.load(marks + i, mask=i * 32 < length, other=0)
-        ones = word - ((word >> 1) & 0x55555555)
-        ones = (ones & 0x33333333) + ((ones >> 2) & 0x33333333)
-        ones = ((((ones + (ones >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+        ones = parts.ones(word)
         place = n + tl.cumsum(ones) - ones
         n += tl.sum(ones)
         turns = tl.max(ones)
@@ -266,13 +251,13 @@ def finish(
         listed = (marked >= wanted) & (marked <= ROOM)
         n = tl.where(listed, marked, n)
         low = tl.where(listed, tl.load(guesses + row * 2), 0)
-    _, key = _keys(scores, positions, listed, _lanes(0, TILE), n)
+    _, key = _keys(scores, positions, listed, parts.lanes(0, TILE), n)
     high = tl.where(n > TILE, 0xFFFFFFFF, tl.max(key))
     low, wanted_ties = _threshold(key, n, wanted, 0, low, high, scores, positions, listed, TILE)
     larger, ties = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     start = 0
     while start < n:
-        i = _lanes(start, TILE)
+        i = parts.lanes(start, TILE)
         at, key = _keys(scores, positions, listed, i, n)
         above, tied = (i < n) & (key > low), (i < n) & (key == low)
         # Both are counted by one scan, in the halves of a word.
@@ -287,6 +272,6 @@ def finish(
     taken = larger + tl.minimum(ties, wanted_ties)
     start = 0
     while start < K:
-        i = _lanes(start, TILE)
+        i = parts.lanes(start, TILE)
         tl.store(found + i, -1, mask=(i >= taken) & (i < K))
         start += TILE

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import triton.language as tl
-from jaxtyping import Array
 
-from pallas_kernels import bits, triton_call
+from pallas_kernels import triton_call
+from pallas_kernels import triton_parts as parts
 from pallas_kernels.pb_lru.buckets import Buckets, levels
 
 ALL = tl.constexpr(0xFFFFFFFF)
@@ -19,23 +17,6 @@ def layout(state: Buckets) -> dict[str, Any]:
     return dict(ROUNDS=state.rounds, LEVELS=len(found), WIDTH=found[0].width, PITCH=state.words.shape[1])
 
 
-def like(array: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-
-def ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def power(n: int) -> int:
-    """The power of two at or above n."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
 @triton_call.kernel
 def summarize(
     words, source, target, word, emptied, begun, LEVELS: tl.constexpr, WIDTH: tl.constexpr, PITCH: tl.constexpr
@@ -44,7 +25,7 @@ def summarize(
     start, width = 0, WIDTH
     for _ in tl.static_range(LEVELS - 1):  # pyright: ignore
         start, width = start + (width + 31) // 32 * 32, (width + 31) // 32
-        word, bit = word >> 5, bits.bit(word & 31)
+        word, bit = word >> 5, parts.bit(word & 31)
         gained = tl.atomic_or(words + target * PITCH + start + word, bit, mask=begun, sem="relaxed")
         before = tl.atomic_and(words + source * PITCH + start + word, bit ^ ALL, mask=emptied, sem="relaxed")
         emptied, begun = emptied & (before == bit), begun & (gained == 0)

@@ -12,9 +12,11 @@ first.
 import triton.language as tl
 from jaxtyping import Array, Int32
 
-from pallas_kernels import bits, triton_call
+from pallas_kernels import triton_call
+from pallas_kernels import triton_parts as parts
 from pallas_kernels.pb_lru.buckets import Buckets
 from pallas_kernels.pb_lru.triton import common
+from pallas_kernels.triton_call import cdiv, like, power_of_2
 
 SLOTS = 256
 """Entries of a slot list that one program moves."""
@@ -33,12 +35,12 @@ def rotate(state: Buckets, interpret: bool = False) -> Buckets:
         pour,
         state.order,
         state.words,
-        grid=(common.cdiv(pitch, POUR),),
-        out=[common.like(state.words), common.like(state.order)],
+        grid=(cdiv(pitch, POUR),),
+        out=[like(state.words), like(state.order)],
         alias={1: 0},
         interpret=interpret,
         ROUNDS=state.rounds,
-        TURN=common.power(state.rounds),
+        TURN=power_of_2(state.rounds),
         PITCH=pitch,
         TILE=POUR,
     )
@@ -52,7 +54,7 @@ def touch(state: Buckets, slots: Int32[Array, " n"], opens: bool = False, interp
         state, opens = rotate(state, interpret), False
     if not slots.shape[0]:
         return state
-    block = common.power(slots.shape[0]) if opens else SLOTS
+    block = power_of_2(slots.shape[0]) if opens else SLOTS
     constants = dict(common.layout(state), N=slots.shape[0], NUM_SLOTS=state.label.shape[0], B=block)
     if opens:
         words, label, order = triton_call.call(
@@ -62,12 +64,12 @@ def touch(state: Buckets, slots: Int32[Array, " n"], opens: bool = False, interp
             state.words,
             state.label,
             grid=(1,),
-            out=[common.like(state.words), common.like(state.label), common.like(state.order)],
+            out=[like(state.words), like(state.label), like(state.order)],
             alias={2: 0, 3: 1},
             warps=max(4, min(32, block // 64)),
             interpret=interpret,
-            TURN=common.power(state.rounds),
-            TILE=min(FEW, common.power(state.words.shape[1])),
+            TURN=power_of_2(state.rounds),
+            TILE=min(FEW, power_of_2(state.words.shape[1])),
             **constants,
         )
         return state._replace(words=words, label=label, order=order)
@@ -77,8 +79,8 @@ def touch(state: Buckets, slots: Int32[Array, " n"], opens: bool = False, interp
         state.order,
         state.words,
         state.label,
-        grid=(common.cdiv(slots.shape[0], block),),
-        out=[common.like(state.words), common.like(state.label)],
+        grid=(cdiv(slots.shape[0], block),),
+        out=[like(state.words), like(state.label)],
         alias={2: 0, 3: 1},
         warps=block // 32 // 2,
         interpret=interpret,
@@ -96,8 +98,8 @@ def forget(state: Buckets, slots: Int32[Array, " n"], interpret: bool = False) -
         slots,
         state.label,
         state.words,
-        grid=(common.cdiv(slots.shape[0], SLOTS),),
-        out=[common.like(state.words)],
+        grid=(cdiv(slots.shape[0], SLOTS),),
+        out=[like(state.words)],
         alias={2: 0},
         interpret=interpret,
         N=slots.shape[0],
@@ -140,10 +142,7 @@ def open_and_move(
     _turn(order, turned, ROUNDS, TURN)
     tl.debug_barrier()
     slot, live = _slots(slots, 0, N, NUM_SLOTS, B)
-    current = tl.load(order)
-    ring = tl.load(label + slot, mask=live, other=0).to(tl.int32)
-    _move(words, slot, live, ring, current, ROUNDS, LEVELS, WIDTH, PITCH)
-    tl.store(label + slot, current.to(tl.uint8), mask=live)
+    _touch(words, label, slot, live, tl.load(order), ROUNDS, LEVELS, WIDTH, PITCH)
 
 
 @triton_call.kernel
@@ -164,10 +163,7 @@ def move_to_current(
 ):
     slot, live = _slots(slots, tl.program_id(0), N, NUM_SLOTS, B)
     if tl.max(live.to(tl.int32)) > 0:
-        current = tl.load(order + ROUNDS - 1)
-        ring = tl.load(label + slot, mask=live, other=0).to(tl.int32)
-        _move(words, slot, live, ring, current, ROUNDS, LEVELS, WIDTH, PITCH)
-        tl.store(label + slot, current.to(tl.uint8), mask=live)
+        _touch(words, label, slot, live, tl.load(order + ROUNDS - 1), ROUNDS, LEVELS, WIDTH, PITCH)
 
 
 @triton_call.kernel
@@ -207,11 +203,28 @@ def _turn(order, turned, ROUNDS: tl.constexpr, TURN: tl.constexpr):
 @triton_call.kernel
 def _slots(slots, program, N: tl.constexpr, NUM_SLOTS: tl.constexpr, B: tl.constexpr):
     """Slots of a program, and which of them are no padding."""
-    # Named as not contiguous, so that neighbouring lanes have neighbouring entries and nothing crosses shared memory.
-    at = program * B + tl.max_contiguous(tl.arange(0, B), 1)
+    at = parts.lanes(program * B, B)
     slot = tl.load(slots + at, mask=at < N, other=NONE)
     live = (slot >= 0) & (slot < NUM_SLOTS)
     return tl.where(live, slot, 0), live
+
+
+@triton_call.kernel
+def _touch(
+    words,
+    label,
+    slot,
+    live,
+    current,
+    ROUNDS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+):
+    """Slots into the current bucket, and their labels."""
+    ring = tl.load(label + slot, mask=live, other=0).to(tl.int32)
+    _move(words, slot, live, ring, current, ROUNDS, LEVELS, WIDTH, PITCH)
+    tl.store(label + slot, current.to(tl.uint8), mask=live)
 
 
 @triton_call.kernel
@@ -227,7 +240,7 @@ def _move(
     PITCH: tl.constexpr,
 ):
     """Slots, labelled `ring`, out of the bucket in which they are and into the target. Some may stand twice."""
-    word, bit = slot >> 5, bits.bit(slot & 31)
+    word, bit = slot >> 5, parts.bit(slot & 31)
     # Asked for first, and looked at last: nothing else waits for it.
     gained = tl.atomic_or(words + target * PITCH + word, bit, mask=live, sem="relaxed")
     sought, emptied, source = live, tl.zeros_like(live), ring

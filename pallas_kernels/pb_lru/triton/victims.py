@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import triton.language as tl
 from jaxtyping import Array, Int32, UInt32
 
-from pallas_kernels import bits, triton_call
+from pallas_kernels import triton_call
+from pallas_kernels import triton_parts as parts
 from pallas_kernels.pb_lru.buckets import Buckets
 from pallas_kernels.pb_lru.triton import common
+from pallas_kernels.triton_call import cdiv, ints, like, power_of_2
 
 UNIT, UNITS = 128, 16
 """Words of a unit, and units of one program that counts."""
@@ -45,11 +47,11 @@ def evict(
         *counts,
         state.words,
         grid=(units["GRID"],),
-        out=[common.ints(limit), common.like(state.words), common.like(state.hand)],
+        out=[ints(limit), like(state.words), like(state.hand)],
         alias={6: 1},
         interpret=interpret,
         LIMIT=limit,
-        FILL=common.power(common.cdiv(limit, units["GRID"])),
+        FILL=power_of_2(cdiv(limit, units["GRID"])),
         NUM_SLOTS=state.label.shape[0],
         **layout,
         **units,
@@ -69,10 +71,10 @@ def find_set(
         count,
         *counts,
         grid=(units["GRID"],),
-        out=[common.ints(limit), common.ints()],
+        out=[ints(limit), ints()],
         interpret=interpret,
         LIMIT=limit,
-        FILL=common.power(common.cdiv(limit, units["GRID"])),
+        FILL=power_of_2(cdiv(limit, units["GRID"])),
         **layout,
         **units,
     )  # pyright: ignore[reportReturnType]
@@ -86,23 +88,23 @@ def _count(
 
     A bucket's words are `PER` units. One more, the last one, has what lies in the first unit before the hand.
     """
-    per = common.cdiv(layout["WIDTH"], UNIT)
+    per = cdiv(layout["WIDTH"], UNIT)
     units = dict(NUMBER=(layout["ROUNDS"] + 1) * (per + 1), PER=per, UNIT=UNIT, UNITS=UNITS)
-    programs = common.cdiv(units["NUMBER"], UNITS)
+    programs = cdiv(units["NUMBER"], UNITS)
     held, inner, totals = triton_call.call(
         count_units,
         words,
         order,
         hand,
         grid=(programs,),
-        out=[common.ints(programs * UNITS), common.ints(programs * UNITS), common.ints(programs)],
+        out=[ints(programs * UNITS), ints(programs * UNITS), ints(programs)],
         interpret=interpret,
         **layout,
         **units,
     )
     grid = min(units["NUMBER"], PROGRAMS)
-    units |= dict(GRID=grid, TURNS=common.power(common.cdiv(units["NUMBER"], grid)), BITS=BITS)
-    return held, inner, totals, units | dict(COUNTED=programs, LANES=common.power(programs))
+    units |= dict(GRID=grid, TURNS=power_of_2(cdiv(units["NUMBER"], grid)), BITS=BITS)
+    return held, inner, totals, units | dict(COUNTED=programs, LANES=power_of_2(programs))
 
 
 @triton_call.kernel
@@ -126,7 +128,7 @@ def count_units(
     bucket, first, turn, start = _unit(unit, order, hand, ROUNDS, PER, UNIT)
     at = first[:, None] + tl.arange(0, UNIT)[None, :]
     word = tl.load(words + bucket[:, None] * PITCH + at, mask=(at < WIDTH) & (unit < NUMBER)[:, None], other=0)
-    ones = tl.sum(bits.ones(word & _kept(at, turn[:, None], start[:, None], PER)), axis=1)
+    ones = tl.sum(parts.ones(word & _kept(at, turn[:, None], start[:, None], PER)), axis=1)
     tl.store(held + unit, ones)
     tl.store(inner + unit, tl.cumsum(ones) - ones)
     tl.store(totals + tl.program_id(0), tl.sum(ones))
@@ -165,30 +167,26 @@ def take(
     buckets, firsts, turns, starts = _unit(mine, order, hand, ROUNDS, PER, UNIT)
     in_cold = tl.load(inner + PER + 1, mask=PER + 1 < COUNTED * UNITS, other=0)
     in_rings = tl.load(inner + 2 * (PER + 1), mask=2 * (PER + 1) < COUNTED * UNITS, other=0)
-    lane = tl.arange(0, LANES)
-    total = tl.load(totals + lane, mask=lane < COUNTED, other=0)
-    given = tl.minimum(tl.minimum(tl.load(count), LIMIT), tl.sum(total))
+    lane, total, given = _given(count, totals, COUNTED, LANES, LIMIT)
     cold, rings = _before(PER + 1, in_cold, lane, total, UNITS), _before(2 * (PER + 1), in_rings, lane, total, UNITS)
     last_cold = tl.minimum(given, rings) - 1
     if (tl.program_id(0) == 0) & (last_cold < cold):
         tl.store(passed, tl.load(hand))
-    unit = tl.min(tl.where(pending, mine, NUMBER))
-    before = _before(unit, _of(unit, mine, within), lane, total, UNITS)
+    unit, before = _first(pending, mine, within, lane, total, NUMBER, UNITS)
     while (unit < NUMBER) & (before < given):
         bucket, turn, start = _of(unit, mine, buckets), _of(unit, mine, turns), _of(unit, mine, starts)
         word_at = _of(unit, mine, firsts) + tl.arange(0, UNIT)
         word, at, number = _bits(words + bucket * PITCH, word_at, turn, start, before, given, WIDTH, PER)
-        gone = bits.lowest(word, number)
+        gone = parts.lowest(word, number)
         was = tl.atomic_and(words + bucket * PITCH + word_at, gone ^ common.ALL, mask=gone != 0, sem="relaxed")
         _list(victims, word, word_at * 32, at, number, BITS)
         emptied = (gone != 0) & (was == gone)
         common.summarize(words, bucket, bucket, word_at, emptied, tl.zeros_like(emptied), LEVELS, WIDTH, PITCH)
         # Slots ascend within a unit.
         if (last_cold >= tl.maximum(before, cold)) & (last_cold < before + tl.sum(number)):
-            after = tl.max(tl.where(gone != 0, word_at * 32 + bits.length(gone), 0))
+            after = tl.max(tl.where(gone != 0, word_at * 32 + parts.length(gone), 0))
             tl.store(passed, after % NUM_SLOTS)
-        unit = tl.min(tl.where(pending & (mine > unit), mine, NUMBER))
-        before = _before(unit, _of(unit, mine, within), lane, total, UNITS)
+        unit, before = _first(pending & (mine > unit), mine, within, lane, total, NUMBER, UNITS)
     _fill(victims, given, GRID, LIMIT, FILL)
 
 
@@ -218,19 +216,15 @@ def read_off(
     FILL: tl.constexpr,
 ):
     mine, pending, within = _mine(held, inner, NUMBER, GRID, TURNS)
-    lane = tl.arange(0, LANES)
-    total = tl.load(totals + lane, mask=lane < COUNTED, other=0)
-    given = tl.minimum(tl.minimum(tl.load(count), LIMIT), tl.sum(total))
+    lane, total, given = _given(count, totals, COUNTED, LANES, LIMIT)
     if tl.program_id(0) == 0:
         tl.store(everything, tl.sum(total))
-    unit = tl.min(tl.where(pending, mine, NUMBER))
-    before = _before(unit, _of(unit, mine, within), lane, total, UNITS)
+    unit, before = _first(pending, mine, within, lane, total, NUMBER, UNITS)
     while (unit < NUMBER) & (before < given):
         word_at = unit * UNIT + tl.arange(0, UNIT)
         word, at, number = _bits(words, word_at, unit, 0, before, given, WIDTH, PER)
         _list(found, word, word_at * 32, at, number, BITS)
-        unit = tl.min(tl.where(pending & (mine > unit), mine, NUMBER))
-        before = _before(unit, _of(unit, mine, within), lane, total, UNITS)
+        unit, before = _first(pending & (mine > unit), mine, within, lane, total, NUMBER, UNITS)
     _fill(found, given, GRID, LIMIT, FILL)
 
 
@@ -240,6 +234,21 @@ def _mine(held, inner, NUMBER: tl.constexpr, GRID: tl.constexpr, TURNS: tl.const
     unit = tl.program_id(0) + tl.arange(0, TURNS) * GRID
     there = unit < NUMBER
     return unit, tl.load(held + unit, mask=there, other=0) > 0, tl.load(inner + unit, mask=there, other=0)
+
+
+@triton_call.kernel
+def _given(count, totals, COUNTED: tl.constexpr, LANES: tl.constexpr, LIMIT: tl.constexpr):
+    """The programs that counted, what each counted, and how many bits are given."""
+    lane = tl.arange(0, LANES)
+    total = tl.load(totals + lane, mask=lane < COUNTED, other=0)
+    return lane, total, tl.minimum(tl.minimum(tl.load(count), LIMIT), tl.sum(total))
+
+
+@triton_call.kernel
+def _first(pending, mine, within, lane, total, NUMBER: tl.constexpr, UNITS: tl.constexpr):
+    """The first pending unit, NUMBER if none is, and the bits before it."""
+    unit = tl.min(tl.where(pending, mine, NUMBER))
+    return unit, _before(unit, _of(unit, mine, within), lane, total, UNITS)
 
 
 @triton_call.kernel
@@ -265,7 +274,7 @@ def _kept(at, turn, start, PER: tl.constexpr):
     """Which bits of words belong to the unit: in the one where the bucket starts not those before, in its last only
     those."""
     below = tl.minimum(tl.maximum(start - at * 32, 0), 32)
-    low = tl.where(below == 32, common.ALL, bits.bit(tl.minimum(below, 31)) - 1)
+    low = tl.where(below == 32, common.ALL, parts.bit(tl.minimum(below, 31)) - 1)
     return tl.where(turn == 0, low ^ common.ALL, tl.where(turn == PER, low, common.ALL))
 
 
@@ -280,7 +289,7 @@ def _bits(words, word_at, turn, start, before, given, WIDTH: tl.constexpr, PER: 
     """Words of a unit, the places of their first bits in the list, and how many of their bits are given. `before` is
     the place of the unit's first bit."""
     word = tl.load(words + word_at, mask=word_at < WIDTH, other=0) & _kept(word_at, turn, start, PER)
-    ones = bits.ones(word)
+    ones = parts.ones(word)
     at = before + tl.cumsum(ones) - ones
     return word, at, tl.minimum(tl.maximum(given - at, 0), ones)
 
@@ -290,9 +299,9 @@ def _list(out, word, first, at, number, BITS: tl.constexpr):
     """Of each word the lowest `number` bits, the first of which stands for `first`, into the list from place `at`."""
     lane = tl.arange(0, BITS)[None, :]
     left = tl.max(number)
-    word, first, at, end = bits.dropped(word, BITS), first[:, None], at[:, None] + lane, (at + number)[:, None]
+    word, first, at, end = parts.dropped(word, BITS), first[:, None], at[:, None] + lane, (at + number)[:, None]
     while left > 0:
-        tl.store(out + at, first + bits.ones(word ^ (word - 1)) - 1, mask=at < end)
+        tl.store(out + at, first + parts.ones(word ^ (word - 1)) - 1, mask=at < end)
         at, left = at + BITS, left - BITS
         for _ in tl.static_range(BITS):  # pyright: ignore
             word = word & (word - 1)

@@ -1,8 +1,15 @@
-"""Bits of words, in Triton. Shifts and adds, which the interpreter has too."""
+"""Parts of Triton kernels: lanes of a program, and bits of words by shifts and adds, which the interpreter has too."""
 
 import triton.language as tl
 
 from pallas_kernels import triton_call
+
+
+@triton_call.kernel
+def lanes(start, SIZE: tl.constexpr):
+    """`start` and on. Named as not contiguous, so that a thread holds every 32nd and the layout is that of a scatter:
+    with neighbours to a thread, all that is scattered would cross shared memory first."""
+    return start + tl.max_contiguous(tl.arange(0, SIZE), 1)
 
 
 @triton_call.kernel
