@@ -59,7 +59,8 @@ PROFILED = 3
 
 
 def _program(case: Case, form: str) -> Callable[[], Any]:
-    """Runs all the case's calls."""
+    """Runs all the case's calls. What it returns is ready when all of them are done, also those that only change the
+    state."""
     function = case.forms[form]
     if case.state is None:
         program = jax.jit(lambda calls: [function(*call) for call in calls])
@@ -68,8 +69,8 @@ def _program(case: Case, form: str) -> Callable[[], Any]:
     held = [case.state()]
 
     def once() -> Any:
-        held[0], results = program(held[0], list(case.calls))
-        return results
+        held[:] = program(held[0], list(case.calls))
+        return held
 
     return once
 

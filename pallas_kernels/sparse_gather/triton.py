@@ -28,9 +28,8 @@ GROUP = 8
 LOOK = 64
 """Turns of a program in which it looks at once for something real in the list."""
 WARPS = 1
-ONE_WAY, BOTH_WAYS, DEVICE = (8, 132), (4, 264), (8, 2112)
-"""Rows that a program moves at once, and programs at most: on the link to the host in one direction or in both, and on
-the device."""
+LINK, DEVICE = (4, 132), (8, 2112)
+"""Rows that a program moves at once, and programs at most: on the link to the host, and on the device."""
 
 Slots = Int32[Array, " n"]
 
@@ -65,11 +64,11 @@ def scatter_layers(pool, slots: Slots, rows, interpret: bool = False) -> UInt32[
 
 
 def read_host(pool, layer, slots: Slots, interpret: bool = False) -> UInt32[Array, "n words"]:
-    return _copy(_host(pool, slots), _new(1, slots, pool), 1, ONE_WAY, interpret, layer)[0]
+    return _copy(_host(pool, slots), _new(1, slots, pool), 1, LINK, interpret, layer)[0]
 
 
 def write_host(pool, layer, slots: Slots, rows, interpret: bool = False) -> UInt32[Array, "slots layers words"]:
-    return _copy(_list(rows[None]), _host(pool, slots), 1, ONE_WAY, interpret, layer)
+    return _copy(_list(rows[None]), _host(pool, slots), 1, LINK, interpret, layer)
 
 
 def fetch(device: Lanes, host: HostLanes, source: Slots, target: Slots, interpret: bool = False) -> Lanes:
@@ -79,7 +78,7 @@ def fetch(device: Lanes, host: HostLanes, source: Slots, target: Slots, interpre
 def write_back(device: Lanes, host: HostLanes, victim: Slots, refuge: Slots, interpret: bool = False) -> HostLanes:
     """A call for each lane: XLA sees that the one result of a call takes a host pool's place, but not of several."""
     return tuple(
-        _copy(_device(rows, victim), _host(pool, refuge), len(rows), ONE_WAY, interpret)
+        _copy(_device(rows, victim), _host(pool, refuge), len(rows), LINK, interpret)
         for rows, pool in zip(device, host, strict=True)
     )
 
@@ -139,7 +138,7 @@ def _trade(device: Lanes, host: HostLanes, lists: tuple[Slots, ...], both_ways: 
         raise ValueError(f"lanes: expected one or two, found {lanes}; pack the others into one of them")
     if not lists[0].shape[0]:
         return device, host
-    grid, tiles = _tiles(lists[0].shape[0], layers, words, BOTH_WAYS if both_ways else ONE_WAY)
+    grid, tiles = _tiles(lists[0].shape[0], layers, words, LINK)
     second = device[1].shape[2] if lanes > 1 else 0
     piece = _piece(second)
     parts = second // piece if second else 0
