@@ -40,14 +40,21 @@ class Parallel:
 
 
 def make_mesh(devices: int) -> Mesh:
-    """A one-axis mesh `kv` over the first `devices` devices."""
-    found = visible_devices()
+    """A one-axis mesh `kv` over the first `devices` devices; of several processes, over the first few of each."""
+    found, processes = visible_devices(), jax.process_count()
+    each = -(-devices // processes)
     if devices < 1 or devices > len(found):
         raise ValueError(
             f"devices: expected 1 to {len(found)} (what JAX sees), found {devices}; on a CPU set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={max(devices, 1)} before Python starts"
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={max(each, 1)} before Python starts"
         )
-    return Mesh(np.asarray(found[:devices]), (AXIS,), axis_types=(AxisType.Auto,))
+    if each * processes != devices:
+        raise ValueError(
+            f"devices: expected a multiple of the {processes} processes, found {devices}; take {each * processes}, or "
+            "another number of processes"
+        )
+    chosen = [[d for d in found if d.process_index == process][:each] for process in range(processes)]
+    return Mesh(np.asarray(chosen).reshape(-1), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def visible_devices() -> list[Any]:
