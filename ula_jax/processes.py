@@ -168,7 +168,7 @@ class _Watch:
             if isinstance(error, SystemExit):
                 print(error.code, file=sys.stderr)
             else:
-                traceback.print_exception(error)
+                sys.excepthook(type(error), error, error.__traceback__)
             reason = traceback.format_exception_only(error)[-1].strip()
             self._say(f"{self._me} failed: {reason}".encode())
         _exit()
