@@ -21,9 +21,9 @@ DEVICES = 4
 CASES = {
     "tp gpu_only": (260, 0),
     "tp hisparse": (260, 260),
-    "tp ula": (16, 24),
+    "tp ula": (8, 24),
     "dp hisparse": (50, 50),
-    "dp ula": (18, 40),
+    "dp ula": (20, 40),
 }
 """Rows of each device and its host. Those of `ula` and of `hisparse` hold more history than fits their devices."""
 
@@ -39,7 +39,8 @@ class Config:
 @cache
 def model_of(mode):
     """Small selections, so that few rows are more than a device need hold; experts of every device in most sums."""
-    config = ModelConfig.from_hub({**SMALL, "index_topk": 4, "n_routed_experts": 8, "num_experts_per_tok": 6})
+    changes = {"num_hidden_layers": 2, "index_topk": 4, "n_routed_experts": 8, "num_experts_per_tok": 6}
+    config = ModelConfig.from_hub({**SMALL, **changes})
     return init_model(config, make_mesh(DEVICES), Parallel(mode, DEVICES), seed=3)
 
 
@@ -49,7 +50,7 @@ def engine_of(case):
     model = model_of(mode)
     if placement == "ula":
         placement = Ula(model.parallel, make_policy("pb_lru"))
-    requests = 3 if mode == "tp" else 1
+    requests = 2 if mode == "tp" else 1
     return make_engine(
         model, placement, *CASES[case], max_requests=requests, prefill_rows=requests, prefill_chunk=1,
         trace=True, max_context=48,
@@ -60,7 +61,7 @@ def decode(case) -> dict:
     """Everything that the host learns of a case; the engine checks every step."""
     engine = engine_of(case)
     recorder = Recorder(engine)
-    prompts = [document[: 16 + 3 * i] for i, document in enumerate(documents(5, 40))]
+    prompts = [document[: 22 + 3 * i] for i, document in enumerate(documents(2, 40))]
     ids = [engine.submit(p, SamplingParams(6 + i, temperature=float(i % 2), seed=i)) for i, p in enumerate(prompts)]
     fullest = engine.residency()
     while engine.busy:
