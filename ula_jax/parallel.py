@@ -81,8 +81,9 @@ def scattered_total(x: Float32[Array, "N ..."], axis: str) -> Float32[Array, "M 
 
 
 def _add_in_order(parts: Array, axis: str) -> Array:
-    """Parts [devices, ...], one for each device, from all devices -> this one's part of the sum."""
-    return reduce(jnp.add, jax.lax.all_to_all(parts, axis, 0, 0))
+    """Parts [devices, ...], one for each device, from all devices -> this one's part of the sum. The barrier keeps XLA
+    from fusing it with what follows, as a collective would."""
+    return jax.lax.optimization_barrier(reduce(jnp.add, jax.lax.all_to_all(parts, axis, 0, 0)))
 
 
 def visible_devices() -> list[Any]:

@@ -103,25 +103,43 @@ def agree(what: str, value: object) -> None:
 
 def _join(launch: Launch) -> None:
     given = launch.process is not None
+    jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM from ending a process
+    if launch.process == 0:
+        port = int(str(launch.coordinator).rpartition(":")[2])
+        try:
+            socket.create_server(("", port)).close()
+        except OSError as wrong:
+            raise UserError(f"coordinator: expected a free port, found {port} taken ({wrong}); use another") from wrong
+    late = threading.Timer(START, _give_up, [launch])
+    late.start()
     try:
         jax.distributed.initialize(
             launch.coordinator, launch.processes, launch.process,
             cluster_detection_method="deactivate" if given else None,
-            initialization_timeout=START, heartbeat_timeout_seconds=HEARTBEAT,
+            initialization_timeout=2 * START, heartbeat_timeout_seconds=HEARTBEAT,
         )  # fmt: skip
     except ValueError as wrong:
         raise UserError(
             f"processes: expected --process and --coordinator, or a start by srun or mpirun, found neither ({wrong}); "
             "docs/processes.md has launch lines"
         ) from wrong
-    except RuntimeError as wrong:
-        raise UserError(
-            f"processes: expected all {launch.processes} at {launch.coordinator or 'the coordinator'} within {START} "
-            f"s, found a reason against it ({' '.join(str(wrong).split())}); start them together, each with its number"
-        ) from wrong
+    finally:
+        late.cancel()
     devices = [sum(d.process_index == p for d in jax.devices()) for p in range(jax.process_count())]
     if len(set(devices)) > 1:
         raise UserError(f"devices: expected as many in each process, found {devices}; give each the same number")
+
+
+def _give_up(launch: Launch) -> None:
+    """JAX would abort with a stack trace; it does not say who is missing either."""
+    me = "" if launch.process is None else f" by process {launch.process}"
+    where = launch.coordinator or "the coordinator that srun or mpirun named"
+    print(
+        f"error: processes: expected all {launch.processes} at {where} within {START} s, found{me} that some are "
+        "missing; start all with the same --processes and --coordinator, and read the stderr of those that ended",
+        file=sys.stderr,
+    )
+    _exit()
 
 
 class _Watch:

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax
 import tyro
 
 from models import ModelConfig, init_model
@@ -93,7 +94,7 @@ def main() -> None:
             result = {case: decode(case) for case in config.cases}
             (config.out / f"{process}.json").write_text(json.dumps(result))
         elif config.do == "differ":
-            agree("prompts", process)
+            agree("prompts", jax.process_index())
         elif config.do == "fail" and process == 1:
             raise ValueError("no reason")
         else:
