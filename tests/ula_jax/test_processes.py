@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.ula_jax.process_worker import CASES, DEVICES, decode
-from ula_jax.processes import Launch
+from ula_jax.processes import Launch, together
 from ula_jax.report import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -26,22 +26,29 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(processes: int, folder: Path, *arguments: str, devices: int | None = None):
-    """Workers, of DEVICES devices in all, with stdout and stderr in files; none of them outlives the context."""
-    each = f"--xla_force_host_platform_device_count={devices or DEVICES // processes}"
+def started(processes: int, folder: Path, *arguments: str, job: int | None = None):
+    """Workers, of DEVICES devices in all, with stdout and stderr in files; none of them outlives the context. `job`:
+    as SLURM starts them."""
+    each = f"--xla_force_host_platform_device_count={DEVICES // processes}"
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", each, os.environ["XLA_FLAGS"])
     command = [sys.executable, "-m", "tests.ula_jax.process_worker", "--out", str(folder), *arguments]
-    command += ["--processes", str(processes), "--coordinator", f"localhost:{free_port()}"]
-    workers = []
+    command += ["--processes", str(processes)]
+    port, workers = free_port(), []
     try:
         for process in range(processes):
+            told, slurm = ["--process", str(process), "--coordinator", f"localhost:{port}"], {}
+            if job:
+                names = {
+                    "JOB_ID": job,
+                    "STEP_NODELIST": "localhost",
+                    "NTASKS": processes,
+                    "PROCID": process,
+                    "LOCALID": 0,
+                }
+                told, slurm = [], {f"SLURM_{name}": str(value) for name, value in names.items()}
             with (folder / f"{process}.out").open("w") as out, (folder / f"{process}.err").open("w") as err:
-                workers.append(
-                    subprocess.Popen(
-                        [*command, "--process", str(process)],
-                        stdout=out, stderr=err, cwd=ROOT, env={**os.environ, "XLA_FLAGS": flags},
-                    )
-                )  # fmt: skip
+                environment = {**os.environ, "XLA_FLAGS": flags, **slurm}
+                workers.append(subprocess.Popen([*command, *told], stdout=out, stderr=err, cwd=ROOT, env=environment))
         yield workers
     finally:
         for worker in workers:
@@ -66,6 +73,7 @@ def alone():
     return ask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "cases"), [(2, ["tp gpu_only", "tp ula", "dp hisparse"]), (4, ["tp hisparse", "dp ula"])]
 )
@@ -97,6 +105,7 @@ def until_ready(folder: Path, workers) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "victim"), [(4, 2), (2, 0)])
 def test_a_process_that_dies_ends_the_others_with_its_name(processes, victim, tmp_path):
     """Killed while all decode; process 0 is the one that the others meet at."""
@@ -120,8 +129,17 @@ def test_a_process_that_fails_ends_the_others_with_its_reason(tmp_path):
     assert re.search(r"error: process 1 \(.*\) failed: ValueError: no reason; process 0", said(tmp_path, 0))
 
 
-def test_processes_that_differ_are_told(tmp_path):
-    with started(2, tmp_path, "--do", "differ") as workers:
+def slurm_job() -> int:
+    """A job number from which JAX derives a free port."""
+    for job in range(4096, 8192):
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", job % 4096 + 61440)):
+                return job
+    raise RuntimeError("no free port")
+
+
+def test_processes_that_differ_are_told_and_slurm_is_understood(tmp_path):
+    with started(2, tmp_path, "--do", "differ", job=slurm_job()) as workers:
         assert [worker.wait(timeout=60) for worker in workers] == [1, 1]
     message = r"prompts: expected the same in all 2 processes, found others than process 0 has in \[1\]; start all"
     assert re.search(message, said(tmp_path, 0) + said(tmp_path, 1))
@@ -139,3 +157,11 @@ def test_processes_that_differ_are_told(tmp_path):
 def test_bad_launches_are_refused(launch, message):
     with pytest.raises(UserError, match=message):
         launch.check()
+
+
+def test_a_taken_port_is_refused():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit, match=f"coordinator: expected a free port, found {port} taken"):
+            with together(Launch(2, 0, f"localhost:{port}")):
+                pass
