@@ -162,6 +162,6 @@ def test_bad_launches_are_refused(launch, message):
 def test_a_taken_port_is_refused():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(SystemExit, match=f"coordinator: expected a free port, found {port} taken"):
-            with together(Launch(2, 0, f"localhost:{port}")):
-                pass
+        message = f"coordinator: expected a free port, found {port} taken"
+        with pytest.raises(SystemExit, match=message), together(Launch(2, 0, f"localhost:{port}")):
+            pass
