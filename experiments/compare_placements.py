@@ -6,7 +6,7 @@ with the same budget; the tokens must not differ. `make demo` runs it on eight f
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from ula_jax.parallel import Mode, Parallel, force_cpu_devices, make_mesh
 from ula_jax.placements import make_placement
 from ula_jax.placements.base import fitting
 from ula_jax.policies import make_policy
+from ula_jax.processes import Launch, agree, together
 from ula_jax.report import UserError, environment, or_exit, print_table, progress_bar, report
 from ula_jax.rows import FormatName
 from ula_jax.scheduler import SamplingParams
@@ -54,6 +55,7 @@ class Config:
     requests: int | None = None
     """Documents to decode; None: one more than the most that any row can hold at once."""
     out: Path = Path("results")
+    launch: Annotated[Launch, tyro.conf.OmitArgPrefixes] = Launch()
     smoke: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """A short run that shows the same things: four devices, TP alone, shorter prompts, smaller budgets."""
 
@@ -108,6 +110,7 @@ def run(config: Config) -> dict[str, Any]:
     held = {mode: max((r.capacity_requests for r in rows if r.mode == mode), default=0) for mode in config.modes}
     count = config.requests or max(held.values()) + 1
     prompts = read_documents(config.documents, config.prompt, count)
+    agree("settings and documents", (replace(config, launch=Launch()), prompts))
     unknown = max(max(prompt) for prompt in prompts)
     if unknown >= model_config.vocab_size:
         raise UserError(
@@ -255,15 +258,17 @@ def plot(result: dict[str, Any], rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
-    force_cpu_devices(config.devices)
-    result = or_exit(run, config)
-    rows = [Row(**row) for row in result["rows"]]
-    config.out.mkdir(parents=True, exist_ok=True)
-    plot(result, rows, config.out / "compare_placements.png")
-    show(result, rows)
-    report(result, config.out, "compare_placements")
-    if not all(row.tokens_identical for row in rows):
-        sys.exit("error: a placement changed tokens, which none may do")
+    force_cpu_devices(-(-config.devices // max(1, config.launch.processes)))
+    with together(config.launch) as first:
+        result = or_exit(run, config)
+        rows = [Row(**row) for row in result["rows"]]
+        if first:
+            config.out.mkdir(parents=True, exist_ok=True)
+            plot(result, rows, config.out / "compare_placements.png")
+            show(result, rows)
+            report(result, config.out, "compare_placements")
+        if not all(row.tokens_identical for row in rows):
+            sys.exit("error: a placement changed tokens, which none may do")
 
 
 if __name__ == "__main__":

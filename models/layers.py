@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from numpy.typing import DTypeLike
 
 from models.config import RopeConfig
-from ula_jax.parallel import Parallel
+from ula_jax.parallel import Parallel, total
 
 if TYPE_CHECKING:
     from ula_jax.history import History
@@ -148,4 +148,4 @@ def sum_over_heads(partial: Float32[Array, "*B D"], parallel: Parallel) -> Float
 
     In float32 at every parameter dtype, so that a result hardly depends on the number of devices.
     """
-    return jax.lax.psum(partial, parallel.axis) if parallel.tp else partial
+    return total(partial, parallel.axis) if parallel.tp else partial

@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from models.config import ModelConfig
 from models.layers import Mlp, contract, linear_f32, parameter
-from ula_jax.parallel import Parallel
+from ula_jax.parallel import Parallel, scattered_total, total
 
 
 class Router(nnx.Module):
@@ -86,11 +86,11 @@ class Moe(nnx.Module):
         gates = self.router(tokens)
         shared = self.shared_experts(tokens) if self.shared_experts is not None else jnp.float32(0)
         if self.parallel.tp:
-            output = jax.lax.psum(self._routed(tokens, gates) + shared, axis)
+            output = total(self._routed(tokens, gates) + shared, axis)
         else:
             everyone = jax.lax.all_gather(tokens, axis, tiled=True)
             partial = self._routed(everyone, jax.lax.all_gather(gates, axis, tiled=True))
-            output = jax.lax.psum_scatter(partial, axis, tiled=True) + shared
+            output = scattered_total(partial, axis) + shared
         return output.reshape(x.shape)
 
     def _routed(self, x: Float[Array, "T D"], gates: Float32[Array, "T E"]) -> Float32[Array, "T D"]:

@@ -122,8 +122,11 @@ class Runner:
                 out_specs=(by_rank, P(AXIS), P(AXIS)),
             )(params, state, batch, sampling)
 
+        # Each of several processes reads what the host needs of all devices; logits stay where they are.
+        read = memory.sharding(mesh, P()) if mesh.is_multi_process else None
+        out = (read, read if trace else None, read, read, read)
         self.step_function = jax.jit(
-            step, donate_argnums=1, static_argnames="resident", out_shardings=(None, None, self._shardings)
+            step, donate_argnums=1, static_argnames="resident", out_shardings=(out, read, self._shardings)
         )
 
         def release(state: KVState, addresses: Array) -> KVState:

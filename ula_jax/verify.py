@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from ula_jax.history import KVState
 from ula_jax.metrics import Residency
@@ -26,23 +27,29 @@ def check(placement: Placement, state: KVState, live: list[np.ndarray]) -> None:
     `live[rank]` are the addresses of the rank that hold rows. Every placement: location and address_of are inverse,
     nothing dead is stored, policy and map agree on which slots are occupied. Exclusive ones: each live row exactly
     once, free + used = size. Inclusive ones: host copies lie at their addresses and equal the rows on the device; every
-    live row has one, unless rows are only written back.
+    live row has one, unless rows are only written back. Each of several processes checks its own devices.
     """
     for number, group in enumerate(state.groups):
-        group = _without_pools(group) if placement.exclusive else jax.tree.map(np.asarray, group)
-        for device in range(group.mapping.location.shape[0]):
-            local = jax.tree.map(lambda leaf, d=device: leaf[d], group)
+        for device, local in _by_device(_without_pools(group) if placement.exclusive else group).items():
             _check_device(f"group {number}, device {device}", placement, local, _local(placement, live, device))
 
 
 def residency(placement: Placement, state: KVState, live: list[np.ndarray], spec: KVSpec) -> Residency:
-    """How many rows (of one token in one layer) are stored, and how many of them are different ones."""
-    stored = distinct = 0
-    for layers, group in zip(spec.groups, state.groups, strict=True):
-        mapping = _without_pools(group).mapping
-        stored += len(layers) * int((mapping.device_address != EMPTY).sum() + (mapping.host_address != EMPTY).sum())
-        distinct += len(layers) * sum(len(addresses) for addresses in live)
-    return Residency(distinct, stored, spec.row.nbytes)
+    """How many rows (of one token in one layer) are stored, and how many of them are different ones.
+
+    To be called by every process: each counts on its own devices, and they tell each other.
+    """
+    own = [sum(map(_occupied, _by_device(_without_pools(group)).values())) for group in state.groups]
+    stored = process_allgather(np.array(own, np.int32)).astype(np.int64).sum(axis=0)
+    layers = np.array([len(group) for group in spec.groups])
+    distinct = int(layers.sum()) * sum(len(addresses) for addresses in live)
+    return Residency(distinct, int(stored @ layers), spec.row.nbytes)
+
+
+def _occupied(group: Group) -> int:
+    """Slots of one device and its host pool that hold a row."""
+    mapping: Any = group.mapping
+    return int((mapping.device_address != EMPTY).sum() + (mapping.host_address != EMPTY).sum())
 
 
 def _check_device(where: str, placement: Placement, group: Group, live: np.ndarray) -> None:
@@ -113,8 +120,18 @@ def _local(placement: Placement, live: list[np.ndarray], device: int) -> np.ndar
 
 
 def _without_pools(group: Group) -> Group:
-    """Map and policy as numpy."""
-    return jax.tree.map(np.asarray, replace(group, device=(), host=()))
+    """Map and policy."""
+    return replace(group, device=(), host=())
+
+
+def _by_device(group: Group) -> dict[int, Group]:
+    """What each device of this process holds, as numpy."""
+    leaves, tree = jax.tree.flatten(group)
+    held: list[dict[int, np.ndarray]] = [{} for _ in leaves]
+    for parts, leaf in zip(held, leaves, strict=True):
+        for shard in leaf.addressable_shards:
+            parts.update(enumerate(np.asarray(shard.data), shard.index[0].start or 0))
+    return {device: tree.unflatten([parts[device] for parts in held]) for device in held[0]}
 
 
 def _require(where: str, held: Any, expected: str, found: np.ndarray) -> None:
