@@ -86,7 +86,12 @@ class Step:
             best = 2 * DEVICES * min(spec.topk, spec.max_context // DEVICES)  # of each device, with their positions
             scores = spec.max_context if self.gather == "scores" else best
             found["all-gather", tokens * 4 * scores] += len(spec.groups)
-            found["all-reduce", tokens * spec.topk * spec.row.nbytes] += layers  # selected rows, from their owners
+            if getattr(placement, "exact", True):
+                found["all-reduce", tokens * spec.topk * spec.row.nbytes] += layers  # selected rows, from their owners
+            else:  # queries of all heads to all owners, and each head's parts of attention back
+                row = spec.row.latent + spec.row.rope
+                found["all-gather", tokens * config.num_heads * 4 * row] += layers
+                found["all-to-all", tokens * config.num_heads * 4 * (spec.row.latent + 1)] += layers
         return found
 
 

@@ -20,6 +20,8 @@ STEPS = [
     ("gpu_only", "tp", "decode"),
     ("hisparse", "tp", "decode"),
     ("hisparse", "tp", "prefill"),
+    ("owner_computes", "tp", "decode"),
+    ("owner_computes", "tp", "prefill"),
 ]
 TWO_LANES = ("ula", "tp", "decode", "fp8")
 CANDIDATES = ("ula", "tp", "decode", "fp32", "candidates")

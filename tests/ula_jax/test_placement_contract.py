@@ -38,11 +38,15 @@ def told(kind, layout):
 
 @pytest.mark.parametrize(("kind", "layout"), CASES, ids=[name_of(*case) for case in CASES])
 def test_a_random_story_reads_back_what_it_stored(kind, layout):
-    """The world checks rows, attention, counters and invariants; the outputs are those of `gpu_only` to the bit."""
+    """The world checks rows, attention, counters and invariants; the outputs are those of `gpu_only` to the bit, or to
+    rounding where the placement promises no more."""
+    equal = np.testing.assert_array_equal
+    if harness(*kind, *layout).split:
+        equal = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     for outputs, reference in zip(told(kind, layout), told(("gpu_only", None), layout), strict=True):
         for one, other in zip(outputs, reference, strict=True):
-            np.testing.assert_array_equal(one[0], other[0])
-            np.testing.assert_array_equal(one[1], other[1])
+            equal(one[0], other[0])
+            equal(one[1], other[1])
 
 
 SHARING = [case for case in CASES if case[1] in (("dp", 2, "fp8"), ("tp", 2, "fp8")) and not case[0][1]]

@@ -7,12 +7,13 @@ from ula_jax.parallel import Parallel
 from ula_jax.placements.base import Placement
 from ula_jax.placements.gpu_only import GpuOnly
 from ula_jax.placements.hisparse import HiSparse
+from ula_jax.placements.owner_computes import OwnerComputes
 from ula_jax.placements.resident_hot import ResidentHot
 from ula_jax.placements.ula import Ula
 from ula_jax.plugins import make
 
 PLACEMENTS: dict[str, type] = {
-    "gpu_only": GpuOnly, "hisparse": HiSparse, "resident_hot": ResidentHot, "ula": Ula,
+    "gpu_only": GpuOnly, "hisparse": HiSparse, "owner_computes": OwnerComputes, "resident_hot": ResidentHot, "ula": Ula,
 }  # fmt: skip
 
 
@@ -30,4 +31,4 @@ def make_placement(
     return placement
 
 
-__all__ = ["PLACEMENTS", "GpuOnly", "HiSparse", "Placement", "ResidentHot", "Ula", "make_placement"]
+__all__ = ["PLACEMENTS", "GpuOnly", "HiSparse", "OwnerComputes", "Placement", "ResidentHot", "Ula", "make_placement"]

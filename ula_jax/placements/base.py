@@ -122,7 +122,9 @@ class Placement(Protocol):
     @property
     def exclusive(self) -> bool:
         """Whether a device and its host pool never hold the same row. Of placements for which they may, the host holds
-        every row, unless `write_back` (optional) says that new rows are written to the device alone."""
+        every row, unless `write_back` (optional) says that new rows are written to the device alone.
+
+        `exact = False` (optional): under TP logits equal those of other placements up to rounding, not to the bit."""
         ...
 
     def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
@@ -163,6 +165,17 @@ def attend_rows(query: Query, rows: Lanes, valid: Bool[Array, "batch steps topk"
     pool = tuple(row[None] for row in jax.lax.optimization_barrier(rows))
     slots = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
     return attend_slots(query, pool, 0, jnp.where(valid, slots, EMPTY))
+
+
+def merged(parts: Attended) -> Attended:
+    """Attention over the union of disjoint sets of rows, of which `parts` [sets, ...] are the attentions to each. A set
+    without rows (log-sum-exp of -inf) weighs nothing; without any row the output is zero."""
+    top = jnp.max(parts.lse, axis=0)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = jnp.exp(parts.lse - top)
+    total = jnp.sum(weights, axis=0)
+    output = jnp.sum(weights[..., None] * parts.output, axis=0) / jnp.where(total > 0, total, 1.0)[..., None]
+    return Attended(output, jnp.log(total) + top)
 
 
 def check_room(name: str, found: int, spec: KVSpec, budget: Budget) -> None:

@@ -40,6 +40,7 @@ class Ula:
     parallel: Parallel = Parallel()
     policy: Policy[Any] = PBLRU()
     exclusive: ClassVar[bool] = True
+    name: ClassVar[str] = "ula"
 
     @property
     def striping(self) -> Striping:
@@ -54,7 +55,7 @@ class Ula:
         device = (budget.device - host * spec.index_bytes) // (spec.row_bytes + spec.index_bytes)
         surplus = (device + host) % (spec.page_size // stripe)
         host, device = host - min(host, surplus), device - max(0, surplus - host)
-        check_room("ula", device, spec, budget)
+        check_room(self.name, device, spec, budget)
         return Capacity(
             spec, self.parallel.ranks, (device + host) * stripe, device, host, stripe,
             working_set=device if host else None, resident=device if host else None,
