@@ -12,6 +12,7 @@ import numpy as np
 from models import ModelConfig, abstract_model
 from tests.aot.h200 import compile_step
 from tests.aot.hlo import Program, Shape
+from ula_jax import links
 from ula_jax.history import Batch
 from ula_jax.index_keys import Gather
 from ula_jax.parallel import Parallel, make_mesh
@@ -82,16 +83,8 @@ class Step:
             found["all-gather", DEVICES * tokens * hidden] += experts  # tokens of all devices, to their experts
             found["all-gather", DEVICES * tokens * 4 * config.num_experts] += experts  # and their gates
             found["reduce-scatter", tokens * hidden] += experts
-        if placement.striping.devices > 1:
-            best = 2 * DEVICES * min(spec.topk, spec.max_context // DEVICES)  # of each device, with their positions
-            scores = spec.max_context if self.gather == "scores" else best
-            found["all-gather", tokens * 4 * scores] += len(spec.groups)
-            if getattr(placement, "exact", True):
-                found["all-reduce", tokens * spec.topk * spec.row.nbytes] += layers  # selected rows, from their owners
-            else:  # queries of all heads to all owners, and each head's parts of attention back
-                row = spec.row.latent + spec.row.rope
-                found["all-gather", tokens * config.num_heads * 4 * row] += layers
-                found["all-to-all", tokens * config.num_heads * 4 * (spec.row.latent + 1)] += layers
+        for one in links.collectives(placement, spec, tokens, config.num_heads, self.gather):
+            found[one.kind, one.nbytes] += one.count
         return found
 
 

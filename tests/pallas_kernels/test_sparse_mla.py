@@ -227,7 +227,7 @@ def test_triton_equals_reference_on_a_gpu(fmt):
             slots = slots.at[0].set(EMPTY)
 
         def run(form, query=query, lanes=lanes, slots=slots, layer=shape.layers - 1):
-            attend = jax.jit(lambda q, rows, at: sparse_mla(q, rows, layer, at, fmt, scale=0.05, implementation=form))
+            attend = jax.jit(lambda q, pool, at: sparse_mla(q, pool, layer, at, fmt, scale=0.05, implementation=form))
             return [np.asarray(x) for x in attend(query, lanes, slots)]
 
         found = run("triton")
