@@ -75,6 +75,8 @@ class Row:
     distinct_share: float = 1.0
     duplicate_bytes: int = 0
     device_hit_rate: float = 1.0
+    buffer_hit_rate: float | None = None
+    """Of placements with a selected buffer."""
     h2d_bytes: int = 0
     d2h_bytes: int = 0
     peer_bytes: int = 0
@@ -195,6 +197,8 @@ def decode(row: Row, config: Config, model: Decoder, spec: KVSpec, prompts, max_
     decoding = totals["decode"]
     row.admitted, row.steps, row.decoded_tokens = engine.most_running, decoding.steps, decoding.tokens
     row.device_hit_rate = decoding.device_hit_rate
+    if engine.runner.capacity.buffer_slots:
+        row.buffer_hit_rate = decoding.buffer_hit_rate
     row.h2d_bytes, row.d2h_bytes, row.peer_bytes = decoding.h2d_bytes, decoding.d2h_bytes, decoding.peer_bytes
     row.ms_per_step = float(np.median(times)) * 1e3 if times else 0.0
     row.tokens = {i: engine.requests[request].output for i, request in enumerate(ids)}
@@ -215,7 +219,8 @@ def show(result: dict[str, Any], rows: list[Row]) -> None:
         "placement", "mode", "host MB", "admitted", "capacity", "distinct", "duplicate MB", "hit rate",
         "H2D B/token", "D2H B/token", "peer B/token", f"ms/step ({result['platform']})", "tokens identical",
     )  # fmt: skip
-    for header in headers:
+    buffers = any(row.buffer_hit_rate is not None for row in rows)
+    for header in (*headers, *(["in buffer"] if buffers else [])):
         justify = "left" if header in ("placement", "mode") else "right"
         table.add_column(header, justify=justify, min_width=12 if header == "placement" else None)
     for row in rows:
@@ -224,6 +229,7 @@ def show(result: dict[str, Any], rows: list[Row]) -> None:
             row.placement, row.mode, f"{row.budget_host / 1e6:g}", str(row.admitted), str(row.capacity_requests),
             f"{row.distinct_share:.1%}", f"{row.duplicate_bytes / 1e6:.2f}", f"{row.device_hit_rate:.1%}",
             *(f"{b:,.0f}" for b in per_token), f"{row.ms_per_step:.1f}", "yes" if row.tokens_identical else "NO",
+            *(["" if row.buffer_hit_rate is None else f"{row.buffer_hit_rate:.1%}"] if buffers else []),
         )  # fmt: skip
     print_table(table)
 

@@ -12,20 +12,14 @@ index keys and rows stand in nearly the proportion of the whole model (2 keys fo
 from dataclasses import replace
 
 from models import ModelConfig
+from ula_jax.known_models import KNOWN
 from ula_jax.report import UserError
 from ula_jax.spec import Budget
 
 GPUS = 8
-LAYERS = 78
-GLM = dict(
-    model_type="glm_moe_dsa", vocab_size=154_880, hidden_size=6144, num_hidden_layers=LAYERS, num_attention_heads=64,
-    q_lora_rank=2048, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256,
-    intermediate_size=12_288, moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1,
-    num_experts_per_tok=8, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5,
-    first_k_dense_replace=3, rms_norm_eps=1e-5, rope_theta=8e6, max_position_embeddings=1_048_576,
-    index_topk=2048, index_head_dim=128, index_n_heads=32, index_topk_freq=4, index_skip_topk_offset=3,
-)  # fmt: skip
+GLM = KNOWN["glm-5.3"] | dict(num_nextn_predict_layers=0)
 """GLM-5.2 and 5.3, without the multi-token-prediction layer."""
+LAYERS = GLM["num_hidden_layers"]
 
 TINY_WIDTHS = dict(
     vocab_size=6144, hidden_size=64, num_attention_heads=4, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16,

@@ -287,7 +287,8 @@ def _moved(spec: KVSpec, outputs: list[StepOutput]) -> dict[str, Any]:
     if lost := totals.count("dropped"):
         raise RuntimeError(f"placement: expected a place for every row, found none for {lost}; this is a bug")
     steps = totals.steps
-    rows = {name: totals.count(name) / steps for name in Counters._fields if name not in ("dropped", "peer_rows")}
+    others = ("dropped", "peer_rows", "buffer_hits")
+    rows = {name: totals.count(name) / steps for name in Counters._fields if name not in others}
     return {
         "hit_rate": totals.device_hit_rate, "h2d_bytes": totals.h2d_bytes / steps,
         "d2h_bytes": totals.d2h_bytes / steps, "rows": rows,

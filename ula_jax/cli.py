@@ -13,7 +13,7 @@ import pyarrow as pa
 import tyro
 from rich.table import Table
 
-from ula_jax import doctor, results
+from ula_jax import capacity, doctor, results
 from ula_jax.policies import POLICIES, make_policy
 from ula_jax.policies.base import NEVER, depth
 from ula_jax.replay import check_sizes, replay
@@ -132,6 +132,12 @@ def run_doctor(config: Doctor) -> dict[str, Any]:
     return found
 
 
+def run_capacity(config: capacity.Config) -> dict[str, Any]:
+    result = capacity.run(config)
+    capacity.show(result)
+    return {**result, **environment()}
+
+
 def run_synthetic(config: Synthetic) -> dict[str, Any]:
     trace = generate(config.config)
     save(dataclasses.replace(trace, meta={**trace.meta, **environment()}), config.path)
@@ -223,6 +229,7 @@ Command = (
     | Annotated[TraceTools, tyro.conf.subcommand("trace")]
     | Annotated[Policies, tyro.conf.subcommand("policies")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    | Annotated[capacity.Config, tyro.conf.subcommand("capacity")]
 )
 
 RUN: dict[type, tuple[str, Callable[[Any], dict[str, Any]]]] = {
@@ -230,6 +237,7 @@ RUN: dict[type, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     Mrc: ("mrc", run_mrc),
     Policies: ("policies", run_policies),
     Doctor: ("doctor", run_doctor),
+    capacity.Config: ("capacity", run_capacity),
     Synthetic: ("trace", run_synthetic),
     Stats: ("trace", run_stats),
     Convert: ("trace", run_convert),

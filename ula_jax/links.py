@@ -3,11 +3,13 @@
 `tests/aot` compares them with the programs that XLA makes for eight H200s.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
 from ula_jax.index_keys import Gather
 from ula_jax.placements.base import Placement
+from ula_jax.placements.selected_buffer import round_rows
 from ula_jax.spec import KVSpec
 
 Kind = Literal["all-gather", "all-reduce", "all-to-all"]
@@ -34,7 +36,8 @@ def collectives(
     placement: Placement, spec: KVSpec, tokens: int, heads: int, gather: Gather = "scores"
 ) -> list[Collective]:
     """Those that find and read the history in a step of `tokens` tokens, of a model with `heads` heads in all. Without
-    striping there are none."""
+    striping there are none. With a selected buffer those that attend are of one round; a group needs as many rounds as
+    rows miss, which may be none."""
     devices, layers = placement.striping.devices, spec.num_layers
     if devices == 1:
         return []
@@ -44,6 +47,10 @@ def collectives(
         if gather == "candidates":  # of each device its best, with their positions
             numbers = 2 * devices * min(spec.topk, numbers // devices)
         found.append(Collective("select", "all-gather", tokens * FLOAT * numbers, len(spec.groups)))
+    if getattr(placement, "buffer", 0):  # rows that miss, of all layers of a group
+        rows = devices * round_rows(tokens * (spec.topk + 1), devices)
+        sizes = Counter(FLOAT * len(group) * rows * words for group in spec.groups for words in spec.row.lanes)
+        return [*found, *(Collective("attend", "all-gather", size, count) for size, count in sizes.items())]
     if getattr(placement, "exact", True):  # rows, from their owners
         return [*found, Collective("attend", "all-reduce", tokens * spec.topk * spec.row.nbytes, layers)]
     # Queries of all heads to all owners, and each head's parts of attention back.

@@ -41,6 +41,12 @@ class Totals:
         return self.count("hits") / unique if unique else 1.0
 
     @property
+    def buffer_hit_rate(self) -> float:
+        """Share of the selected entries, over all devices, that were in selected buffers."""
+        selected = self.count("selected")
+        return self.count("buffer_hits") / selected if selected else 0.0
+
+    @property
     def h2d_bytes(self) -> int:
         return self.nbytes("host_fetches")
 

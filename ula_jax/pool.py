@@ -28,6 +28,8 @@ class Group:
     host: Lanes
     mapping: Mapping
     policy: Any = ()
+    buffer: Any = ()
+    """The device's selected buffer (`placements.selected_buffer`), a Group of its own, if the placement has one."""
 
 
 def init(layers: int, fmt: RowFormat, addresses: int, device_slots: int, host_slots: int, policy: Any = ()) -> Group:

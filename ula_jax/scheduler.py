@@ -119,16 +119,18 @@ class Scheduler:
     def prefill(self, rank: int, rows: int, chunk: int) -> list[tuple[Request, int]]:
         """Up to `rows` requests of a rank that still have prompt to store, and how many tokens each, such that the
         rows that this one step needs fit the device."""
-        room, plan = self.capacity.working_set, []
+        plan: list[tuple[Request, int]] = []
+        needs: list[tuple[int, int]] = []
         for request in self.running[rank].values():
             if request.decoding or len(plan) == rows:
                 continue
-            tokens = min(chunk, len(request.tokens) - request.computed)
-            if room is not None:
-                tokens = self._fitting(request.computed, tokens, room)
-                room -= self._need(request.computed + tokens, tokens)
-            if tokens:
-                plan.append((request, tokens))
+            most = min(chunk, len(request.tokens) - request.computed)
+            for tokens in range(most, 0, -1):
+                need = request.computed + tokens, tokens
+                if self.capacity.step_fits([*needs, need]):
+                    plan.append((request, tokens))
+                    needs.append(need)
+                    break
         return plan
 
     def decode(self, rank: int) -> list[Request]:
@@ -176,10 +178,3 @@ class Scheduler:
             and self.allocators[rank].can_allocate(request.longest)
             and self.capacity.fits([*contexts, request.longest])
         )
-
-    def _need(self, context: int, tokens: int) -> int:
-        return self.capacity.spec.rows_needed(context, tokens, self.capacity.stripe)
-
-    def _fitting(self, computed: int, tokens: int, room: int) -> int:
-        """The most tokens, up to `tokens`, of a request's next chunk that need no more than `room` rows."""
-        return next((n for n in range(tokens, 0, -1) if self._need(computed + n, n) <= room), 0)

@@ -56,6 +56,9 @@ class KVSpec:
     """Numbers in an index key; 0 for dense models."""
     page_size: int
     max_context: int
+    draft_bytes: int = 0
+    """Bytes of one token for a draft layer, whose row and key stay on the device. Nothing here stores them yet: what
+    they take is left free."""
 
     def __post_init__(self):
         if self.page_size < 1 or self.max_context < 1:
@@ -96,8 +99,8 @@ class KVSpec:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of one token's index keys, which stay on the device."""
-        return len(self.groups) * self.index_key.nbytes
+        """Bytes of one token that stay on the device: its index keys, and what a draft layer has of it."""
+        return len(self.groups) * self.index_key.nbytes + self.draft_bytes
 
     def rows_needed(self, context: int, tokens: int = 1, stripe: int = 1) -> int:
         """Most distinct rows that one device must hold for a step of `tokens` tokens ending at `context`.
@@ -125,6 +128,9 @@ class Capacity:
     """Requests that can hold a private hot buffer, for placements that give each one."""
     working_set: int | None = None
     """Rows that one step may need on one device; None where any step fits."""
+    buffer_slots: int | None = None
+    """Slots of one layer group's selected buffer on one device, which must hold all that a step selects; None where
+    there is none."""
     resident: int | None = None
     """Rows that one device holds before the first of them leaves it for the host; None where rows go there at once, or
     never."""
@@ -146,8 +152,20 @@ class Capacity:
             return False
         if self.quotas is not None and len(contexts) > self.quotas:
             return False
-        need = sum(self.spec.rows_needed(c, stripe=self.stripe) for c in contexts)
-        return self.working_set is None or need <= self.working_set
+        return self.step_fits([(c, 1) for c in contexts])
+
+    def step_fits(self, requests: list[tuple[int, int]]) -> bool:
+        """Whether one rank can run a step of requests, each of (context at its end, tokens that are computed)."""
+        return all(
+            sum(self.spec.rows_needed(context, tokens, stripe) for context, tokens in requests) <= most
+            for most, stripe in self._limits
+        )
+
+    @property
+    def _limits(self) -> list[tuple[int, int]]:
+        """Rows that a step may need, and over how many devices they are dealt."""
+        limits = ((self.working_set, self.stripe), (self.buffer_slots, 1))
+        return [(most, stripe) for most, stripe in limits if most is not None]
 
     def requests(self, context: int) -> int:
         """Requests of `context` tokens (prompt and output) that are held at once, over all ranks."""
@@ -155,6 +173,6 @@ class Capacity:
         most = self.addresses // (pages * self.spec.page_size)
         if self.quotas is not None:
             most = min(most, self.quotas)
-        if self.working_set is not None:
-            most = min(most, self.working_set // self.spec.rows_needed(context, stripe=self.stripe))
+        for limit, stripe in self._limits:
+            most = min(most, limit // self.spec.rows_needed(context, stripe=stripe))
         return self.ranks * most

@@ -26,12 +26,16 @@ def check(placement: Placement, state: KVState, live: list[np.ndarray]) -> None:
 
     `live[rank]` are the addresses of the rank that hold rows. Every placement: location and address_of are inverse,
     nothing dead is stored, policy and map agree on which slots are occupied. Exclusive ones: each live row exactly
-    once, free + used = size. Inclusive ones: host copies lie at their addresses and equal the rows on the device; every
-    live row has one, unless rows are only written back. Each of several processes checks its own devices.
+    once, free + used = size; a selected buffer holds live rows alone. Inclusive ones: host copies lie at their
+    addresses and equal the rows on the device; every live row has one, unless rows are only written back. Each of
+    several processes checks its own devices.
     """
     for number, group in enumerate(state.groups):
         for device, local in _by_device(_without_pools(group) if placement.exclusive else group).items():
-            _check_device(f"group {number}, device {device}", placement, local, _local(placement, live, device))
+            where = f"group {number}, device {device}"
+            _check_device(where, placement, local, _local(placement, live, device))
+            if local.buffer:
+                _check_buffer(f"{where}, buffer", placement, local.buffer, live[0])
 
 
 def residency(placement: Placement, state: KVState, live: list[np.ndarray], spec: KVSpec) -> Residency:
@@ -47,9 +51,12 @@ def residency(placement: Placement, state: KVState, live: list[np.ndarray], spec
 
 
 def _occupied(group: Group) -> int:
-    """Slots of one device and its host pool that hold a row."""
+    """Slots of one device, its buffer and its host pool that hold a row."""
     mapping: Any = group.mapping
-    return int((mapping.device_address != EMPTY).sum() + (mapping.host_address != EMPTY).sum())
+    tables = [mapping.device_address, mapping.host_address]
+    if group.buffer:
+        tables.append(group.buffer.mapping.device_address)
+    return sum(int((table != EMPTY).sum()) for table in tables)
 
 
 def _check_device(where: str, placement: Placement, group: Group, live: np.ndarray) -> None:
@@ -81,6 +88,25 @@ def _check_device(where: str, placement: Placement, group: Group, live: np.ndarr
     policy = getattr(placement, "policy", None)
     if policy is not None and hasattr(policy, "audit"):
         _check_policy(where, policy, group.policy, device != EMPTY)
+
+
+def _check_buffer(where: str, placement: Placement, buffer: Group, live: np.ndarray) -> None:
+    """A row is in a slot, or its owner is asked for it; its place among the owners is its address."""
+    mapping: Any = buffer.mapping
+    stored, held = np.flatnonzero(mapping.location != NOWHERE), np.flatnonzero(mapping.host_address != EMPTY)
+    _require(where, np.array_equal(stored, np.sort(live)), "location: expected exactly the live addresses", stored)
+    _require(where, np.array_equal(held, stored), "expected every live row to have an owner", held)
+    _require(where, np.array_equal(mapping.host_address[held], held), "expected owners to hold rows as numbered", held)
+    here = stored[mapping.location[stored] >= 0]
+    elsewhere = np.setdiff1d(stored, here)
+    occupied = np.flatnonzero(mapping.device_address != EMPTY)
+    slots = mapping.location[here]
+    _require(where, np.array_equal(mapping.device_address[slots], here), "expected address_of(location(a)) = a", here)
+    _require(where, len(occupied) == len(here), "expected no other slot occupied", occupied)
+    _require(where, np.array_equal(~mapping.location[elsewhere], elsewhere), "expected the others at owners", elsewhere)
+    policy = getattr(placement, "policy", None)
+    if hasattr(policy, "audit"):
+        _check_policy(where, policy, buffer.policy, mapping.device_address != EMPTY)
 
 
 def _check_copies(where: str, group: Group, held: np.ndarray, stored: np.ndarray) -> None:
@@ -120,8 +146,9 @@ def _local(placement: Placement, live: list[np.ndarray], device: int) -> np.ndar
 
 
 def _without_pools(group: Group) -> Group:
-    """Map and policy."""
-    return replace(group, device=(), host=())
+    """Maps and policies."""
+    buffer = replace(group.buffer, device=(), host=()) if group.buffer else ()
+    return replace(group, device=(), host=(), buffer=buffer)
 
 
 def _by_device(group: Group) -> dict[int, Group]:

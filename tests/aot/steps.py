@@ -50,6 +50,7 @@ class Step:
         stored = [lane for keys in state.index_keys for lane in keys]
         for group in state.groups:
             stored += [*group.device, *group.host]
+            stored += group.buffer.device if group.buffer else ()
         return [_local(pool) for pool in stored if pool.size]
 
     @property

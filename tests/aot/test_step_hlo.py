@@ -20,6 +20,8 @@ STEPS = [
     ("gpu_only", "tp", "decode"),
     ("hisparse", "tp", "decode"),
     ("hisparse", "tp", "prefill"),
+    ("ula:buffer=64", "tp", "decode"),
+    ("ula:buffer=64", "tp", "prefill"),
     ("owner_computes", "tp", "decode"),
     ("owner_computes", "tp", "prefill"),
 ]

@@ -59,6 +59,8 @@ class Readable:
     """Device slots of the new rows (batch times steps of them), EMPTY where none."""
     new_host: Int32[Array, " tokens"]
     """Host slots of the new rows, EMPTY where none."""
+    new_buffer: Int32[Array, " tokens"] | None = None
+    """Slots of the new rows in the selected buffer, where the placement has one."""
     in_place: bool = False
     """True: every selected row is on the host and is read there."""
 
@@ -82,6 +84,8 @@ class Counters(NamedTuple):
     """Rows written to the host: evicted rows of exclusive placements, new rows of inclusive ones."""
     peer_rows: Scalar
     """Selected entries that came from other devices."""
+    buffer_hits: Scalar
+    """Selected entries that were in the device's selected buffer, whoever owns them."""
     dropped: Scalar
     """Rows for which no slot was found. Always 0: anything else is a bug and stops the engine."""
 

@@ -22,6 +22,7 @@ class OwnerComputes(Ula):
 
     `Counters.peer_rows` is 0: what crosses are queries and partial outputs, as many for any selection."""
 
+    buffer: ClassVar[int] = 0  # pyright: ignore[reportIncompatibleVariableOverride]
     name: ClassVar[str] = "owner_computes"
     exact: ClassVar[bool] = False
 

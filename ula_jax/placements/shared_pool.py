@@ -44,7 +44,7 @@ def resolve(
         step = _stay(policy, group, chosen, new)
     else:
         ranked = selection.ranked if local is None else local(selection.ranked)
-        step = _trade(policy, group, chosen, new, replace(selection, ranked=ranked), copies)
+        step = trade(policy, group, chosen, new, replace(selection, ranked=ranked), copies)
     locations, new_device, group, counters = step
 
     valid = selection.addresses >= 0
@@ -79,10 +79,20 @@ def _stay(policy: Policy[Any], group: Group, chosen: Addresses, new: Slots) -> S
     return Step(locations, new_device, replace(group, mapping=mapping, policy=state), counters)
 
 
-def _trade(
-    policy: Policy[Any], group: Group, chosen: Addresses, new: Slots, selection: Selection, copies: bool
+Exchange = Callable[[Group, Slots, Slots, Slots, Slots], Group]
+"""As `pool.exchange`."""
+
+
+def trade(
+    policy: Policy[Any],
+    group: Group,
+    chosen: Addresses,
+    new: Slots,
+    selection: Selection,
+    copies: bool,
+    exchange: Exchange = pool.exchange,
 ) -> Step:
-    """A round of the policy, and the moves that it asks for."""
+    """A round of the policy, and the moves that it asks for, made by `exchange`."""
     mapping = group.mapping
     found = maps.find(mapping, chosen, new)
     arrivals, num_slots = found.arriving.size, mapping.device_address.size
@@ -96,7 +106,7 @@ def _trade(
     state = begin(policy, group.policy, Touch(found.slots, addresses, requests), ranking)
     given, state = victims(policy, state, found.count, arrivals)
     state = policy.touch(state, Touch(given, found.arriving, requests[arrivals:], inserted=True))
-    group, counts = _move(group, found.arriving, found.source, given, found.counts, copies)
+    group, counts = _move(group, found.arriving, found.source, given, found.counts, copies, exchange)
     total = tables.Counts(*counts)
     ahead, state = fetch_ahead(policy, state, addresses, given, ranking, num_slots)
     prefetched = jnp.int32(0)
@@ -104,7 +114,7 @@ def _trade(
         rows = packed(jnp.where(ahead >= 0, ranking.addresses, EMPTY), ahead.size)
         source = maps.host_slot(maps.locate(group.mapping, rows))
         begun = jnp.stack(total._replace(fresh=jnp.int32(0), free=group.mapping.host_free_count))
-        group, counts = _move(group, rows, source, packed(ahead, ahead.size), begun, copies)
+        group, counts = _move(group, rows, source, packed(ahead, ahead.size), begun, copies, exchange)
         total, prefetched = tables.Counts(*counts), jnp.sum(ahead >= 0, dtype=jnp.int32)
 
     counters = Counters.zero(
@@ -122,11 +132,11 @@ def _trade(
 
 
 def _move(
-    group: Group, arriving: Slots, source: Slots, given: Slots, counts: Array, copies: bool
+    group: Group, arriving: Slots, source: Slots, given: Slots, counts: Array, copies: bool, exchange: Exchange
 ) -> tuple[Group, Array]:
     """Rows first, and then the map: what changes in it is known before, but nobody reads it earlier."""
     moves, mapping, counts = maps.move(group.mapping, arriving, source, given, counts, copies)
-    group = pool.exchange(group, source, moves.target, moves.victim, moves.refuge)
+    group = exchange(group, source, moves.target, moves.victim, moves.refuge)
     return replace(group, mapping=mapping), counts
 
 
