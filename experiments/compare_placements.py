@@ -220,9 +220,10 @@ def show(result: dict[str, Any], rows: list[Row]) -> None:
         "H2D B/token", "D2H B/token", "peer B/token", f"ms/step ({result['platform']})", "tokens identical",
     )  # fmt: skip
     buffers = any(row.buffer_hit_rate is not None for row in rows)
+    widest = max(12, *(len(row.placement) for row in rows))
     for header in (*headers, *(["in buffer"] if buffers else [])):
         justify = "left" if header in ("placement", "mode") else "right"
-        table.add_column(header, justify=justify, min_width=12 if header == "placement" else None)
+        table.add_column(header, justify=justify, min_width=widest if header == "placement" else None)
     for row in rows:
         per_token = [b / max(1, row.decoded_tokens) for b in (row.h2d_bytes, row.d2h_bytes, row.peer_bytes)]
         table.add_row(
