@@ -4,8 +4,9 @@ Selecting: `scores` gathers a score for each position of the context, `candidate
 positions. Attending: `ula` fetches rows to the queries, `owner_computes` sends queries to the rows. The bytes are those
 of the collectives in steps compiled for eight H200s (`ula_jax.links`, checked by tests/aot), received by one device.
 
-`missing` is a model, marked so: what fetching would send if a device kept rows that it fetched before and asked for the
-others alone, each once, by an all-gather. `ula replay` says which share of rows a buffer of a given size would hold.
+`missing` is arithmetic: what fetching sends if a device keeps rows that it fetched before, as in a selected buffer
+(`ula:buffer=N`), and gets the others alone, each once, by an all-gather. Whole rounds are sent, so a step sends up to
+an eighth of a selection more. `ula replay` says which share of rows a buffer of a given size holds.
 """
 
 from dataclasses import dataclass, replace
@@ -77,7 +78,7 @@ def show(result: dict[str, Any]) -> None:
     print_table(table)
     rates = list(result["attending"][0]["missing"])
     table = Table("requests", "ula", "owner_computes", *(f"missing, {float(r):.0%} kept" for r in rates), title=(
-        f"attending: MB a device receives in a step (ms at {result['link'] / 1e9:.0f} GB/s); missing is a model"
+        f"attending: MB a device receives in a step (ms at {result['link'] / 1e9:.0f} GB/s); missing is arithmetic"
     ), title_justify="left")  # fmt: skip
     for row in result["attending"]:
         sizes = (row["ula"], row["owner_computes"], *row["missing"].values())

@@ -39,6 +39,7 @@ from experiments.glm_slice import layer_slice, share
 from experiments.stage_times import NO_GRAPHS, stage_times
 from models import Decoder, init_model
 from ula_jax import verify
+from ula_jax.capacity import admitted, spread
 from ula_jax.metrics import Totals
 from ula_jax.parallel import Parallel, make_mesh
 from ula_jax.placements import Placement, make_placement
@@ -138,22 +139,14 @@ def plan(config: Config) -> list[tuple[str, int]]:
 
 def admits(config: Config, name: str) -> int:
     """The most requests, in the order in which batches take them, that the placement can hold."""
-    capacity = capacity_of(config, name)
-    lengths = [history + config.steps_in_all for history in histories(config)]
-    held: list[int] = []
-    while capacity.fits([*held, lengths[len(held) % len(lengths)]]):
-        held.append(lengths[len(held) % len(lengths)])
-    return len(held)
+    return admitted(capacity_of(config, name), [history + config.steps_in_all for history in histories(config)])
 
 
 def histories(config: Config) -> tuple[int, ...]:
     """Tokens that requests have at the start, request by request; after the last the first follows again."""
     if config.trace:
         return selections(config).histories
-    ends = np.linspace(config.shortest, config.longest, config.contexts).astype(int).tolist()
-    middle = (len(ends) - 1) / 2
-    order = sorted(range(len(ends)), key=lambda i: abs(i - middle))
-    return tuple(ends[i] - config.steps_in_all for i in order)
+    return tuple(end - config.steps_in_all for end in spread(config.shortest, config.longest, config.contexts))
 
 
 def selections(config: Config) -> Streams:
@@ -232,7 +225,7 @@ def measure(config: Config, name: str, batch: int) -> dict[str, Any]:
     jax.block_until_ready(warm[-1])
     ready = time.perf_counter() - start
     result = {
-        "placement": name, "batch": batch, "contexts": _spread(requests.histories), "admitted": admits(config, name),
+        "placement": name, "batch": batch, "contexts": _range(requests.histories), "admitted": admits(config, name),
         **_timed(config, requests, batch), **_memory(runner, spec), "ready_s": ready, **environment(),
     }  # fmt: skip
     requests.check()
@@ -319,7 +312,7 @@ def _model(config: Config) -> Decoder:
     return _models(config.first_layer, config.layers, config.tiny)
 
 
-def _spread(lengths: np.ndarray) -> dict[str, float]:
+def _range(lengths: np.ndarray) -> dict[str, float]:
     return {"shortest": int(lengths.min()), "mean": float(lengths.mean()), "longest": int(lengths.max())}
 
 

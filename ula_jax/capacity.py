@@ -152,15 +152,18 @@ def architecture(name: str) -> Architecture:
 
 
 def lengths(text: str) -> list[int]:
-    """Contexts of `96k`, `131072` or `64k-128k`, the last from the middle outwards, so that any few have its mean."""
+    """Contexts of `96k`, `131072` or `64k-128k`."""
     found = [re.fullmatch(r"(\d+)(k?)", part) for part in text.lower().split("-")]
     ends = [int(part[1]) * (1024 if part[2] else 1) for part in found if part]
     if len(ends) != len(found) or len(ends) > 2 or min(ends) < 1 or ends != sorted(ends):
         raise UserError(f"context: expected tokens like 96k, 131072 or 64k-128k, found {text!r}; write them so")
-    if len(ends) == 1:
-        return ends
-    spread = np.linspace(ends[0], ends[1], LENGTHS).astype(int).tolist()
-    return sorted(spread, key=lambda length: abs(length - sum(ends) / 2))
+    return spread(ends[0], ends[1], LENGTHS) if len(ends) == 2 else ends
+
+
+def spread(shortest: int, longest: int, count: int) -> list[int]:
+    """Lengths evenly spaced, from the middle outwards: any first few have about the mean of all."""
+    found, middle = np.linspace(shortest, longest, count).astype(int).tolist(), (count - 1) / 2
+    return [found[i] for i in sorted(range(count), key=lambda i: abs(i - middle))]
 
 
 def admitted(capacity: Capacity, contexts: list[int]) -> int:
