@@ -114,9 +114,9 @@ def run(config: Config) -> dict[str, Any]:
             progress.update(task, description=f"{name} x {batch}")
             results.append(finished(config, name, batch) or measured(config, name, batch))
             progress.advance(task)
-    admitted = {name: admits(config, name) for name in config.placements}
+    most = {name: admits(config, name) for name in config.placements}
     about = {key: results[0][key] for key in environment()} if results else {}
-    return {"points": results, "admitted": admitted, "bars": throughput_report.bars(results), **about}
+    return {"points": results, "admitted": most, "bars": throughput_report.bars(results), **about}
 
 
 def smoke(config: Config) -> Config:
