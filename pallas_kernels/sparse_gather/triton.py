@@ -108,7 +108,7 @@ def _copy(
     made = isinstance(target.rows, jax.ShapeDtypeStruct)
     if not slots.shape[0]:
         return jnp.zeros(target.rows.shape, target.rows.dtype) if made else target.rows
-    grid, tiles = _tiles(slots.shape[0], layers, source.rows.shape[2], plan)
+    tiles = _tiles(slots.shape[0], layers, source.rows.shape[2], plan)
     where = dict(
         FROM_LIST=left is None, FROM=source.stride, FROM_LAYER=source.layer_stride,
         TO_LIST=right is None, TO=target.stride, TO_LAYER=target.layer_stride,
@@ -120,7 +120,7 @@ def _copy(
         jnp.asarray(layer, jnp.int32).reshape(1),
         source.rows,
         slots if made else target.rows,
-        grid=grid,
+        grid=(tiles["PROGRAMS"],),
         out=[like(target.rows)],
         alias={} if made else {4: 0},
         warps=WARPS,
@@ -133,32 +133,42 @@ def _copy(
 
 def _trade(device: Lanes, host: HostLanes, lists: tuple[Slots, ...], both_ways: bool, interpret: bool):
     """The device lanes, and for each host lane a result of the kernel: the lane itself when interpreted."""
-    (layers, slots, words), lanes = device[0].shape, len(device)
-    if lanes > 2:
-        raise ValueError(f"lanes: expected one or two, found {lanes}; pack the others into one of them")
+    lanes = len(device)
     if not lists[0].shape[0]:
         return device, host
-    grid, tiles = _tiles(lists[0].shape[0], layers, words, LINK)
-    second = device[1].shape[2] if lanes > 1 else 0
-    piece = _piece(second)
-    parts = second // piece if second else 0
+    hosts, devices, constants = trade(device, host, lists[0], both_ways, LINK)
     token = jax.ShapeDtypeStruct((1,), jnp.int32)
-    # The kernel has parameters for two lanes. With PARTS2 = 0 it leaves those of the second alone.
-    unused, unwritten = [lists[0]] * (2 - lanes), [token] * (2 - lanes)
+    unwritten = [token] * (2 - lanes)
     settled = [like(pool) if interpret else token for pool in host]
-    tiles |= dict(SLOTS=slots, PARTS2=parts, PIECE2=piece, GROUP2=_group(layers * parts), BOTH_WAYS=both_ways)
     results = triton_call.call(
-        _trade_rows,
-        *[*lists, *host, *unused, *device, *unused],
-        grid=grid,
+        trade_rows,
+        *[*lists, *hosts, *devices],
+        grid=(constants["PROGRAMS"],),
         out=[*map(like, device), *unwritten, *settled, *unwritten],
         alias={6 + lane: lane for lane in range(lanes)} | {4 + lane: 2 + lane for lane in range(lanes) if interpret},
         warps=WARPS,
         interpret=interpret,
-        **tiles,
+        **constants,
     )
     after = results[2 : 2 + lanes]
     return results[:lanes], tuple(map(beside, after, host)) if interpret else after
+
+
+def trade(
+    device: Lanes, host: HostLanes, slots: Slots, both_ways: bool, plan: tuple[int, int]
+) -> tuple[list[Array], list[Array], dict[str, Any]]:
+    """Host lanes, device lanes and constants for `trade_rows`, which has parameters for two lanes: with PARTS2 = 0 it
+    leaves those of the second alone. `plan`: rows that a program moves at once, and programs at most."""
+    (layers, size, words), lanes = device[0].shape, len(device)
+    if lanes > 2:
+        raise ValueError(f"lanes: expected one or two, found {lanes}; pack the others into one of them")
+    second = device[1].shape[2] if lanes > 1 else 0
+    piece = _piece(second)
+    parts = second // piece if second else 0
+    constants = _tiles(slots.shape[0], layers, words, plan)
+    constants |= dict(SLOTS=size, PARTS2=parts, PIECE2=piece, GROUP2=_group(layers * parts), BOTH_WAYS=both_ways)
+    unused = [slots] * (2 - lanes)
+    return [*host, *unused], [*device, *unused], constants
 
 
 def _pass_on(after: Array, pool: Array) -> Array:
@@ -167,15 +177,14 @@ def _pass_on(after: Array, pool: Array) -> Array:
     return beside(passed, pool)
 
 
-def _tiles(n: int, layers: int, words: int, plan: tuple[int, int]) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and constants."""
+def _tiles(n: int, layers: int, words: int, plan: tuple[int, int]) -> dict[str, Any]:
     piece, (entries, programs) = _piece(words), plan
     parts = words // piece
     programs = min(programs, -(-n // entries))
     turns = -(-n // (entries * programs))
     look = min(LOOK, power_of_2(turns))
-    return (programs,), dict(
-        N=n, LOOKS=-(-turns // look), LOOK=look, ENTRIES=entries, GROUP=_group(layers * parts),
+    return dict(
+        N=n, PROGRAMS=programs, LOOKS=-(-turns // look), LOOK=look, ENTRIES=entries, GROUP=_group(layers * parts),
         LAYERS=layers, PARTS=parts, PIECE=piece,
     )  # fmt: skip
 
@@ -217,16 +226,16 @@ def _pairs(left, right, i, N):  # pyright: ignore
 
 
 @triton_call.kernel
-def _entries(turn, ENTRIES: tl.constexpr):
+def _entries(turn, PROGRAMS: tl.constexpr, ENTRIES: tl.constexpr):
     """Of this program in its turn: programs take neighbours, turn by turn."""
-    return (turn * tl.num_programs(0) + tl.program_id(0)) * ENTRIES + tl.arange(0, ENTRIES)
+    return (turn * PROGRAMS + tl.program_id(0)) * ENTRIES + tl.arange(0, ENTRIES)
 
 
 @triton_call.kernel
-def _ahead(look, LOOK: tl.constexpr, ENTRIES: tl.constexpr):
+def _ahead(look, LOOK: tl.constexpr, PROGRAMS: tl.constexpr, ENTRIES: tl.constexpr):
     """Entries [turns, entries] of a look."""
     turn = look * LOOK + tl.arange(0, LOOK)
-    return (turn[:, None] * tl.num_programs(0) + tl.program_id(0)) * ENTRIES + tl.arange(0, ENTRIES)[None, :]
+    return (turn[:, None] * PROGRAMS + tl.program_id(0)) * ENTRIES + tl.arange(0, ENTRIES)[None, :]
 
 
 @triton_call.kernel
@@ -245,8 +254,8 @@ def _words(slot, SLOT, part, PARTS, LAYER, PIECE):  # pyright: ignore
 @triton_call.kernel
 def _copy_rows(  # pyright: ignore
     left, right, layer, rows, held, pool,
-    N: tl.constexpr, LOOKS: tl.constexpr, LOOK: tl.constexpr, ENTRIES: tl.constexpr, GROUP: tl.constexpr,
-    LAYERS: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+    N: tl.constexpr, PROGRAMS: tl.constexpr, LOOKS: tl.constexpr, LOOK: tl.constexpr, ENTRIES: tl.constexpr,
+    GROUP: tl.constexpr, LAYERS: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
     FROM_LIST: tl.constexpr, FROM: tl.constexpr, FROM_LAYER: tl.constexpr,
     TO_LIST: tl.constexpr, TO: tl.constexpr, TO_LAYER: tl.constexpr,
 ):  # fmt: skip
@@ -256,14 +265,14 @@ def _copy_rows(  # pyright: ignore
         pool += tl.load(layer).to(tl.int64) * TO_LAYER
     part = tl.arange(0, GROUP)[None, :, None]
     for look in range(LOOKS):
-        ahead = _ahead(look, LOOK, ENTRIES)
+        ahead = _ahead(look, LOOK, PROGRAMS, ENTRIES)
         real = ahead < N
         if not TO_LIST:
             real = _pairs(left, right, ahead, N)
         wanted = tl.max(real.to(tl.int32), axis=1) > 0
         turn = _first(wanted, LOOK)
         while turn < LOOK:
-            i = _entries(look * LOOK + turn, ENTRIES)[:, None, None]
+            i = _entries(look * LOOK + turn, PROGRAMS, ENTRIES)[:, None, None]
             a, b = _slots(left, i, N), _slots(right, i, N)
             read = (a >= 0) & (b >= 0)
             written = read
@@ -305,22 +314,23 @@ def _write_parts(  # pyright: ignore
 
 
 @triton_call.kernel
-def _trade_rows(  # pyright: ignore
+def trade_rows(  # pyright: ignore
     source, target, victim, refuge, host, host2, held, held2, device, device2, settled, settled2,
-    N: tl.constexpr, LOOKS: tl.constexpr, LOOK: tl.constexpr, ENTRIES: tl.constexpr, GROUP: tl.constexpr,
-    LAYERS: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr, SLOTS: tl.constexpr,
+    N: tl.constexpr, PROGRAMS: tl.constexpr, LOOKS: tl.constexpr, LOOK: tl.constexpr, ENTRIES: tl.constexpr,
+    GROUP: tl.constexpr, LAYERS: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr, SLOTS: tl.constexpr,
     PARTS2: tl.constexpr, PIECE2: tl.constexpr, GROUP2: tl.constexpr, BOTH_WAYS: tl.constexpr,
 ):  # fmt: skip
+    """By the first PROGRAMS programs of a grid's first axis, together."""
     part, part2 = tl.arange(0, GROUP)[None, :, None], tl.arange(0, GROUP2)[None, :, None]
     for look in range(LOOKS):
-        ahead = _ahead(look, LOOK, ENTRIES)
+        ahead = _ahead(look, LOOK, PROGRAMS, ENTRIES)
         real = _pairs(source, target, ahead, N)
         if BOTH_WAYS:
             real = real | _pairs(victim, refuge, ahead, N)
         wanted = tl.max(real.to(tl.int32), axis=1) > 0
         turn = _first(wanted, LOOK)
         while turn < LOOK:
-            i = _entries(look * LOOK + turn, ENTRIES)[:, None, None]
+            i = _entries(look * LOOK + turn, PROGRAMS, ENTRIES)[:, None, None]
             s, t, v, r = _slots(source, i, N), _slots(target, i, N), _slots(victim, i, N), _slots(refuge, i, N)
             up, down = (s >= 0) & (t >= 0), (v >= 0) & (r >= 0)
             if PARTS2 > 0:  # short rows: asked for first, written last

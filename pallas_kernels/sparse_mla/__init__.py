@@ -5,13 +5,16 @@
 tests).
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels import triton_call
 from pallas_kernels.dispatch import assuming, choose, platform
 from pallas_kernels.sparse_mla import reference
-from pallas_kernels.sparse_mla.reference import EMPTY, RowFormat
+from pallas_kernels.sparse_mla.reference import EMPTY, HostLanes, Lanes, RowFormat
 
 PREFER = ("triton", "reference")
 LATENT, ROPE = 512, 64
@@ -48,13 +51,42 @@ def sparse_mla(
     ValueError if queries or lanes do not fit the format, IndexError for a layer outside the pool.
     """
     _check(query, lanes, layer, fmt)
+    return _form("sparse_mla", implementation, fmt)(query, lanes, layer, slots, fmt, scale=scale)
+
+
+def sparse_mla_and_fetch(
+    query: Float[Array, "batch steps heads width"],
+    lanes: tuple[UInt32[Array, "depth slots _"], ...],
+    layer: int,
+    slots: Int32[Array, "batch steps selected"],
+    fmt: RowFormat,
+    device: Lanes,
+    host: HostLanes,
+    source: Int32[Array, " n"],
+    target: Int32[Array, " n"],
+    *,
+    scale: float,
+    implementation: str = "auto",
+) -> tuple[tuple[Float32[Array, "batch steps heads latent"], Float32[Array, "batch steps heads"]], Lanes]:
+    """`sparse_mla` and, while it runs, `sparse_gather.fetch` into another pool: ((output, log-sum-exp), that pool).
+
+    The first four and `scale` are `sparse_mla`'s, whose bits the output has; `device` to `target` are those of `fetch`,
+    whose errors hold here too. In the Triton form one kernel does both: a few programs beside those that attend move
+    the rows. `device` is changed in place if the caller donates it and it is not the pool that is attended to: if it
+    is, XLA copies it, and attention sees what it held before."""
+    _check(query, lanes, layer, fmt)
+    form = _form("sparse_mla_and_fetch", implementation, fmt)
+    return form(query, lanes, layer, slots, fmt, device, host, source, target, scale=scale)
+
+
+def _form(name: str, implementation: str, fmt: RowFormat) -> Callable:
     forms = {"reference": None, **triton_call.forms(_unsupported(fmt))}
-    chosen = choose("sparse_mla", implementation, forms, PREFER)
+    chosen = choose(name, implementation, forms, PREFER)
     if chosen == "reference":
-        return reference.sparse_mla(query, lanes, layer, slots, fmt, scale=scale)
+        return getattr(reference, name)
     from pallas_kernels.sparse_mla import triton
 
-    return triton.sparse_mla(query, lanes, layer, slots, fmt, scale=scale, interpret=chosen == "triton_interpret")
+    return partial(getattr(triton, name), interpret=chosen == "triton_interpret")
 
 
 def _check(query: Array, lanes: tuple[Array, ...], layer: int, fmt: RowFormat) -> None:
@@ -85,4 +117,4 @@ def _unsupported(fmt: RowFormat) -> str | None:
     return None
 
 
-__all__ = ["EMPTY", "RowFormat", "sparse_mla"]
+__all__ = ["EMPTY", "HostLanes", "Lanes", "RowFormat", "sparse_mla", "sparse_mla_and_fetch"]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from pallas_kernels.sparse_gather.reference import EMPTY, gather
+from pallas_kernels.sparse_gather.reference import EMPTY, HostLanes, Lanes, fetch, gather
 
 HIGHEST = jax.lax.Precision.HIGHEST  # a GPU would take TF32 for float32
 
@@ -63,4 +63,21 @@ def sparse_mla(
     return output, jnp.log(total[..., 0]) + top[..., 0]
 
 
-__all__ = ["EMPTY", "RowFormat", "sparse_mla"]
+def sparse_mla_and_fetch(
+    query: Float[Array, "batch steps heads width"],
+    lanes: tuple[UInt32[Array, "depth slots _"], ...],
+    layer: int,
+    slots: Int32[Array, "batch steps selected"],
+    fmt: RowFormat,
+    device: Lanes,
+    host: HostLanes,
+    source: Int32[Array, " n"],
+    target: Int32[Array, " n"],
+    *,
+    scale: float,
+) -> tuple[tuple[Float32[Array, "batch steps heads latent"], Float32[Array, "batch steps heads"]], Lanes]:
+    attended = sparse_mla(query, lanes, layer, slots, fmt, scale=scale)
+    return attended, fetch(device, host, source, target)
+
+
+__all__ = ["EMPTY", "HostLanes", "Lanes", "RowFormat", "sparse_mla", "sparse_mla_and_fetch"]

@@ -23,8 +23,10 @@ import triton.language as tl
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels import triton_call
+from pallas_kernels.sparse_gather.reference import HostLanes, Lanes
+from pallas_kernels.sparse_gather.triton import trade, trade_rows
 from pallas_kernels.sparse_mla.reference import RowFormat
-from pallas_kernels.triton_call import power_of_2
+from pallas_kernels.triton_call import like, power_of_2
 
 HEADS = 64
 """Heads of one program: what a warp group multiplies at a time. Fewer are padded."""
@@ -38,6 +40,14 @@ FULL = tl.constexpr(15)
 LN2 = tl.constexpr(log(2))
 
 
+RIDING = (16, 32)
+"""Rows that a fetching program of `sparse_mla_and_fetch` moves at once, and such programs at most. Each takes a
+processor for itself, for shared memory is allotted as an attending program needs it: of 132, 32 are enough for the
+host link, and attention on the others is done before the rows are there (H200, `docs/results/h200.md`)."""
+
+Attended = tuple[Float32[Array, "batch steps heads latent"], Float32[Array, "batch steps heads"]]
+
+
 def sparse_mla(
     query: Float[Array, "batch steps heads width"],
     lanes: tuple[UInt32[Array, "layers slots _"], ...],
@@ -47,8 +57,44 @@ def sparse_mla(
     *,
     scale: float,
     interpret: bool = False,
-) -> tuple[Float32[Array, "batch steps heads latent"], Float32[Array, "batch steps heads"]]:
+) -> Attended:
     """As `reference.sparse_mla`, up to rounding."""
+    return _attention(query, lanes, layer, slots, fmt, scale, interpret, _attend)[0]
+
+
+def sparse_mla_and_fetch(
+    query: Float[Array, "batch steps heads width"],
+    lanes: tuple[UInt32[Array, "depth slots _"], ...],
+    layer: int,
+    slots: Int32[Array, "batch steps selected"],
+    fmt: RowFormat,
+    device: Lanes,
+    host: HostLanes,
+    source: Int32[Array, " n"],
+    target: Int32[Array, " n"],
+    *,
+    scale: float,
+    interpret: bool = False,
+) -> tuple[Attended, Lanes]:
+    """As `reference.sparse_mla_and_fetch`; what is attended to has the bits of `sparse_mla`."""
+    if not source.shape[0]:
+        return sparse_mla(query, lanes, layer, slots, fmt, scale=scale, interpret=interpret), device
+    hosts, devices, moves = trade(device, host, source, False, RIDING)
+    programs, count = moves["PROGRAMS"], len(device)
+    unwritten = [jax.ShapeDtypeStruct((1,), jnp.int32)] * (2 - count)
+    attended, fetched = _attention(
+        query, lanes, layer, slots, fmt, scale, interpret, _attend_and_fetch, (source, target, *hosts, *devices),
+        out=[*map(like, device), *unwritten], alias={11 + lane: 2 + lane for lane in range(count)},
+        programs=programs, ROW_PARTS=moves.pop("PARTS"), **moves,
+    )  # fmt: skip
+    return attended, fetched[:count]
+
+
+def _attention(
+    query, lanes, layer, slots, fmt, scale, interpret, kernel, arrays=(), out=(), alias=None, programs=0, **constants
+) -> tuple[Attended, tuple[Array, ...]]:
+    """Attention by `kernel`, which may have more arrays, outputs and constants than `_attend`, and `programs` on one
+    axis before those that attend: what is attended to, and its other results."""
     batch, steps, heads, width = query.shape
     tokens, selected, latent, block = batch * steps, slots.shape[-1], fmt.latent, BLOCK[fmt.name]
     tiles, blocks = -(-heads // HEADS), max(1, -(-selected // block))
@@ -57,7 +103,7 @@ def sparse_mla(
     parts = heads // together
     at = jnp.full(1, layer, jnp.int32)
     sizes: dict[str, Any] = dict(
-        LATENT=latent, HEADS=heads, GROUPS=lanes[1].shape[2] if fmt.name == "fp8" else 0, PARTS=parts,
+        LATENT=latent, HEADS=heads, GROUPS=lanes[1].shape[2] if fmt.name == "fp8" else 0, PEAKS=parts,
         interpret=interpret,
     )  # fmt: skip
     pool: dict[str, Any] = dict(ROPE=fmt.rope, SELECTED=selected, POOL=lanes[0].shape[1], **sizes)
@@ -67,11 +113,12 @@ def sparse_mla(
         warps=together, TOGETHER=together, ROWS=power_of_2(-(-selected // parts)), SCALE=scale * log2(e), **pool,
     )  # fmt: skip
     partial = jnp.float32 if shares == 1 else jnp.float16
-    outputs, lse = triton_call.call(
-        _attend, halves, units, peaks, lanes[0], lanes[-1], slots, at, grid=(tokens, shares, tiles),
-        out=[_array(tokens, shares, heads, latent, dtype=partial), _array(tokens, shares, heads)], warps=8, stages=3,
-        PADDED=power_of_2(parts), WORDS=lanes[0].shape[2], SHARES=shares, EACH=-(-blocks // shares), BLOCK=block,
-        TILE=HEADS, **pool,
+    grid = (programs + tokens * shares * tiles,) if programs else (tokens, shares, tiles)
+    outputs, lse, *others = triton_call.call(
+        kernel, halves, units, peaks, lanes[0], lanes[-1], slots, at, *arrays, grid=grid,
+        out=[_array(tokens, shares, heads, latent, dtype=partial), _array(tokens, shares, heads), *out], alias=alias,
+        warps=8, stages=3, PADDED=power_of_2(parts), WORDS=lanes[0].shape[2], SHARES=shares, EACH=-(-blocks // shares),
+        BLOCK=block, TILE=HEADS, **({"TOKENS": tokens} if programs else {}), **constants, **pool,
     )  # fmt: skip
     if shares > 1:
         few = shares <= 4
@@ -81,7 +128,8 @@ def sparse_mla(
             out=[_array(tokens, heads, latent), _array(tokens, heads)], warps=together * columns // 256,
             PADDED=power_of_2(parts), SHARES=shares, TOGETHER=together, COLUMNS=columns, **sizes,
         )  # fmt: skip
-    return outputs.reshape(batch, steps, heads, latent), lse.reshape(batch, steps, heads)
+    attended = outputs.reshape(batch, steps, heads, latent), lse.reshape(batch, steps, heads)
+    return attended, tuple(others)
 
 
 def _shares(programs: int, blocks: int) -> int:
@@ -97,7 +145,7 @@ def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 def _prepare(
     query, scales, slots, layer, halves, units, peaks,
     LATENT: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, SELECTED: tl.constexpr, POOL: tl.constexpr,
-    GROUPS: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, SCALE: tl.constexpr,
+    GROUPS: tl.constexpr, PEAKS: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = LATENT + ROPE
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -110,7 +158,7 @@ def _prepare(
     turned = tl.load(query + head[:, None] * WIDTH + rope_at)
     if GROUPS:
         scale = tl.load(scales + (first + slot) * GROUPS + tl.arange(0, GROUPS)[None, :], slot >= 0, 0)
-        tl.store(peaks + token * PARTS + part, tl.max(tl.max(scale.to(tl.float32, bitcast=True), 1), 0))
+        tl.store(peaks + token * PEAKS + part, tl.max(tl.max(scale.to(tl.float32, bitcast=True), 1), 0))
         # In the order of the tile's columns (see _attend).
         latent_at = latent_at // 8 % 2 * (LATENT // 2) + latent_at // 16 * 8 + latent_at % 8
     top = tl.maximum(tl.max(tl.abs(plain), 1), tl.max(tl.abs(turned), 1))
@@ -128,14 +176,15 @@ def _exponent(peaks):
 
 
 @triton_call.kernel
-def _attend(
-    query, units, peaks, words, scales, slots, layer, outputs, lse,
+def _attend_share(
+    token, share, heads, query, units, peaks, words, scales, slots, layer, outputs, lse,
     LATENT: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, SELECTED: tl.constexpr, POOL: tl.constexpr,
-    GROUPS: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, WORDS: tl.constexpr, SHARES: tl.constexpr,
+    GROUPS: tl.constexpr, PEAKS: tl.constexpr, PADDED: tl.constexpr, WORDS: tl.constexpr, SHARES: tl.constexpr,
     EACH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     NUMBERS: tl.constexpr = WORDS * (4 if GROUPS else 2)  # a row's words, counted in numbers of the latent's size
-    token, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Attention of one token's tile of `heads`, counted by tiles, to one share of its rows."""
+    token = token.to(tl.int64)
     latent_at, rope_at = tl.arange(0, LATENT)[None, :], tl.arange(0, ROPE)[None, :]
     slots += token * SELECTED
     at = share * EACH * BLOCK + tl.arange(0, BLOCK)
@@ -145,9 +194,9 @@ def _attend(
     ropes = words.to(tl.pointer_type(tl.bfloat16), bitcast=True) + first * (2 * WORDS) + (2 * WORDS - ROPE)
     scales += first * GROUPS
     part = tl.arange(0, PADDED)
-    peak = tl.load(peaks + token * PARTS + part, (part < PARTS) & (GROUPS > 0), 1.0)
+    peak = tl.load(peaks + token * PEAKS + part, (part < PEAKS) & (GROUPS > 0), 1.0)
 
-    head = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    head = heads * TILE + tl.arange(0, TILE)
     exists = (head < HEADS)[:, None]
     query_at = query + (token * HEADS + head[:, None]) * (LATENT + ROPE)
     plain = tl.load(query_at + latent_at, exists, 0.0)
@@ -208,16 +257,56 @@ def _attend(
 
 
 @triton_call.kernel
+def _attend(
+    query, units, peaks, words, scales, slots, layer, outputs, lse,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, SELECTED: tl.constexpr, POOL: tl.constexpr,
+    GROUPS: tl.constexpr, PEAKS: tl.constexpr, PADDED: tl.constexpr, WORDS: tl.constexpr, SHARES: tl.constexpr,
+    EACH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    _attend_share(
+        tl.program_id(0), tl.program_id(1), tl.program_id(2),
+        query, units, peaks, words, scales, slots, layer, outputs, lse,
+        LATENT, ROPE, HEADS, SELECTED, POOL, GROUPS, PEAKS, PADDED, WORDS, SHARES, EACH, BLOCK, TILE,
+    )  # fmt: skip
+
+
+@triton_call.kernel
+def _attend_and_fetch(
+    query, units, peaks, words, scales, slots, layer, source, target, host, host2, held, held2,
+    outputs, lse, device, device2,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, SELECTED: tl.constexpr, POOL: tl.constexpr,
+    GROUPS: tl.constexpr, PEAKS: tl.constexpr, PADDED: tl.constexpr, WORDS: tl.constexpr, SHARES: tl.constexpr,
+    EACH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+    N: tl.constexpr, PROGRAMS: tl.constexpr, LOOKS: tl.constexpr, LOOK: tl.constexpr, ENTRIES: tl.constexpr,
+    GROUP: tl.constexpr, LAYERS: tl.constexpr, ROW_PARTS: tl.constexpr, PIECE: tl.constexpr, SLOTS: tl.constexpr,
+    PARTS2: tl.constexpr, PIECE2: tl.constexpr, GROUP2: tl.constexpr, BOTH_WAYS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0) - PROGRAMS
+    if program < 0:
+        trade_rows(
+            source, target, source, target, host, host2, held, held2, device, device2, device, device2,
+            N, PROGRAMS, LOOKS, LOOK, ENTRIES, GROUP, LAYERS, ROW_PARTS, PIECE, SLOTS, PARTS2, PIECE2, GROUP2,
+            BOTH_WAYS,
+        )  # fmt: skip
+    else:
+        _attend_share(
+            program % TOKENS, program // TOKENS % SHARES, program // (TOKENS * SHARES),
+            query, units, peaks, words, scales, slots, layer, outputs, lse,
+            LATENT, ROPE, HEADS, SELECTED, POOL, GROUPS, PEAKS, PADDED, WORDS, SHARES, EACH, BLOCK, TILE,
+        )  # fmt: skip
+
+
+@triton_call.kernel
 def _merge(
     outputs, lses, peaks, output, lse,
-    LATENT: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    LATENT: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, PEAKS: tl.constexpr, PADDED: tl.constexpr,
     SHARES: tl.constexpr, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, PADDED)
-    peak = tl.load(peaks + token * PARTS + part, (part < PARTS) & (GROUPS > 0), 1.0)
+    peak = tl.load(peaks + token * PEAKS + part, (part < PEAKS) & (GROUPS > 0), 1.0)
     top = tl.full([TOGETHER], float("-inf"), tl.float32)
     for share in tl.static_range(SHARES):  # pyright: ignore
         top = tl.maximum(top, tl.load(lses + (token * SHARES + share) * HEADS + head))

@@ -10,11 +10,13 @@ import pytest
 from pallas_kernels import sparse_gather as sg
 from pallas_kernels import triton_call
 from pallas_kernels.dispatch import assume_platform
+from pallas_kernels.sparse_mla import sparse_mla_and_fetch
 from tests.aot.h200 import compile_step
 from tests.aot.hlo import Shape, large_buffers, triton_calls, unaliased
 from tests.aot.steps import read
 from ula_jax import memory
 from ula_jax.parallel import make_mesh
+from ula_jax.rows import RowFormat
 
 with assume_platform("gpu"):
     WHY_NOT = triton_call.forms()["triton"]
@@ -59,6 +61,15 @@ def fetch(device, host, source, target, *_):
     return sg.fetch(device, host, source, target, implementation="triton")
 
 
+def fetch_in_attention(device, host, source, target, *_):
+    fmt = RowFormat("fp8", 512, 64)
+    attended_to = tuple(jnp.ones((1, 20, words), jnp.uint32) for words in fmt.lanes)
+    query, slots = jnp.ones((1, 1, 8, 576)), jnp.ones((1, 1, 64), jnp.int32)
+    return sparse_mla_and_fetch(
+        query, attended_to, 0, slots, fmt, device, host, source, target, scale=1.0, implementation="triton"
+    )
+
+
 def write_back(device, host, victim, refuge, *_):
     return sg.write_back(device, host, victim, refuge, implementation="triton")
 
@@ -100,10 +111,11 @@ def test_exchanged_pools_are_not_copied(step, words):
     ("step", "donate", "pools"),
     [
         (fetch, 0, lanes(FP8, host=False)),
+        (fetch_in_attention, 0, lanes(FP8, host=False)),
         (write_back, 1, lanes(FP8, device=False)),
         (write_host, 1, lanes(FP8[:1], device=False)),
     ],
-    ids=["fetch", "write_back", "write_host"],
+    ids=["fetch", "fetch_in_attention", "write_back", "write_host"],
 )
 def test_one_way_neither(step, donate, pools):
     program, temporary = compiled(step, FP8, donate)
