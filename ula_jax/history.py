@@ -138,7 +138,8 @@ class History:
         """Store the tokens' rows of this layer and attend to the selected rows, the new ones among them."""
         group, place = self._place[layer]
         readable, fmt = self._readable[group], self.spec.row
-        rows = fmt.pack(row.reshape(-1, row.shape[-1]))
+        # Behind a barrier: computed once, wherever they are stored, and so with one set of bits.
+        rows = jax.lax.optimization_barrier(fmt.pack(row.reshape(-1, row.shape[-1])))
         with jax.named_scope("append"):
             state = self.placement.append(self.groups[group], place, readable, rows)
         self.groups[group] = state

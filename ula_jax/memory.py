@@ -163,7 +163,7 @@ def _pin(devices: Sequence[Any], size: int) -> None:
     if platform != "gpu" or size <= _pinned.get(platform, 0):
         return
     _pinned[platform] = size
-    place = jax.sharding.SingleDeviceSharding(devices[0], memory_kind=HOST)
+    place = NamedSharding(Mesh(devices[:1], ("one",)), PartitionSpec(), memory_kind=HOST)
     piece = jax.jit(lambda: to_host(jax.lax.empty((-(-size // 2**20), 2**18), jnp.uint32)), out_shardings=place)
     before = host_free()
     with ThreadPoolExecutor(1) as thread:
