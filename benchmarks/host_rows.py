@@ -128,7 +128,7 @@ def fill(pool: jax.Array, lane: int, first: jax.Array, slots: int) -> jax.Array:
 
 def start(shape: Shape) -> Pools:
     """Pools in which every word tells where it is."""
-    place = memory.sharding(make_mesh(1), jax.sharding.PartitionSpec(), host=True)
+    place = memory.sharding(make_mesh(), jax.sharding.PartitionSpec(), host=True)
     slot, layer = (jnp.arange(n, dtype=jnp.uint32) for n in (shape.device, shape.layers))
     device, host = [], []
     for lane, words in enumerate(WORDS):

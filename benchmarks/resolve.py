@@ -163,7 +163,7 @@ def start(shape: Shape, copies: bool) -> Alone:
 def start_whole(shape: Shape, copies: bool) -> Whole:
     """With rows of one layer that tell their address and where in the row each word belongs."""
     step, mapping, policy = start(shape, copies)
-    host = memory.sharding(make_mesh(1), jax.sharding.PartitionSpec(), host=True)
+    host = memory.sharding(make_mesh(), jax.sharding.PartitionSpec(), host=True)
     like = jax.eval_shape(partial(pool.init, 1, shape.row, shape.addresses, shape.slots, mapping.host_address.size))
 
     def lanes(arrays: tuple[Any, ...], addresses: jax.Array) -> tuple[jax.Array, ...]:

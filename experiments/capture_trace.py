@@ -60,7 +60,7 @@ def run(config: Config) -> dict[str, Any]:
     documents = config.documents or held_out_files()
     prompts = read_documents(documents, config.prompt, config.requests)
     spec = KVSpec.of(model.config, max_context=config.prompt + config.new_tokens)
-    seats = -(-config.requests // parallel.ranks)
+    seats = -(-config.requests // parallel.dp)
     bytes_needed = seats * spec.table_width * spec.page_size * (spec.row_bytes + spec.index_bytes)
     engine = Engine(
         model,

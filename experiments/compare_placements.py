@@ -98,7 +98,7 @@ def run(config: Config) -> dict[str, Any]:
         model_config, rows=config.rows, page_size=config.page_size, max_context=config.prompt + config.new_tokens
     )
     for mode in config.modes:
-        model_config.check(Parallel(mode, config.devices))
+        model_config.check(Parallel.of(mode, config.devices))
     rows = plan(config)
     capacities = [capacity(row, spec, config) for row in rows]
     context = config.prompt + config.new_tokens
@@ -123,7 +123,7 @@ def run(config: Config) -> dict[str, Any]:
         for mode in config.modes:
             # One decode shape for all rows of a mode: a token's arithmetic is then the same in each.
             share = -(-held[mode] // (1 if mode == "tp" else config.devices))
-            parallel = Parallel(mode, config.devices)
+            parallel = Parallel.of(mode, config.devices)
             model = load_checkpoint(config.model, make_mesh(config.devices), parallel, **changes)
             reference: dict[int, list[int]] | None = None
             for row in rows:
@@ -159,7 +159,7 @@ def plan(config: Config) -> list[Row]:
 
 def placement(row: Row, config: Config):
     policy = {"policy": make_policy(config.policy)} if config.policy else {}
-    return make_placement(row.placement, Parallel(row.mode, config.devices), policy)
+    return make_placement(row.placement, Parallel.of(row.mode, config.devices), policy)
 
 
 def capacity(row: Row, spec: KVSpec, config: Config) -> Capacity:

@@ -44,7 +44,7 @@ class Config:
 def run(config: Config) -> dict[str, Any]:
     model = ModelConfig.from_hub(GLM)
     spec = KVSpec.of(model, rows="fp8", page_size=64, max_context=max(config.contexts))
-    parallel = Parallel("tp", config.devices)
+    parallel = Parallel(tp=config.devices)
     ula, owner = (make_placement(name, parallel) for name in ("ula", "owner_computes"))
 
     def received(purpose: str, found: list[Collective]) -> float:

@@ -48,7 +48,7 @@ from ula_jax.report import UserError, environment, or_exit, progress_bar, replac
 from ula_jax.runner import Runner, StepOutput
 from ula_jax.spec import Budget, Capacity, KVSpec
 
-PARALLEL = Parallel("dp", 1)
+PARALLEL = Parallel()
 MINE = ("driven", "glm_slice", "stage_times", "throughput")
 """Modules of this package that decide a result."""
 
@@ -216,7 +216,7 @@ def measure(config: Config, name: str, batch: int) -> dict[str, Any]:
     """Measure one point and keep its result."""
     start = time.perf_counter()
     spec, placement = spec_of(config), placement_of(name)
-    runner = Runner(_model(config), placement, spec, budget_of(config), make_mesh(1))
+    runner = Runner(_model(config), placement, spec, budget_of(config), make_mesh())
     requests = Requests(runner, selections(config), batch, config.steps_in_all)
     requests.fill()
     if config.check:
@@ -305,7 +305,7 @@ def _memory(runner: Runner, spec: KVSpec) -> dict[str, Any]:
 
 @cache
 def _models(first: int, layers: int, tiny: bool) -> Decoder:
-    return init_model(layer_slice(first, layers, tiny), make_mesh(1), PARALLEL, seed=0, dtype=jnp.bfloat16)
+    return init_model(layer_slice(first, layers, tiny), make_mesh(), PARALLEL, seed=0, dtype=jnp.bfloat16)
 
 
 def _model(config: Config) -> Decoder:

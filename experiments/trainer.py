@@ -66,7 +66,7 @@ class Trainer:
 
     def __init__(self, model_config: ModelConfig, rates: Rates):
         self.model_config, self.rates = model_config, rates
-        self.mesh, self.parallel = make_mesh(1), Parallel("tp", 1)
+        self.mesh, self.parallel = make_mesh(), Parallel()
         # XLA:CPU computes bf16 products in float32 anyway, only slower.
         self.dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
         # The second moment stays float32: its small steps are lost in bf16.

@@ -199,24 +199,24 @@ class ModelConfig:
 
     def check(self, parallel: Parallel) -> None:
         """Raise ValueError unless the model divides over the devices."""
-        size = parallel.size
-        advice = f"use a number of devices that divides it (found {size})"
-        divided: dict[str, int] = {}
+        if any(self.sparse_layers) and self.num_experts % parallel.size:
+            hint = f"use {_divisor(self.num_experts, parallel.size)} devices"
+            raise _bad("experts", f"a multiple of the {parallel.size} devices", self.num_experts, hint)
+        divided = {"attention heads": self.num_heads, "vocabulary": self.vocab_size}
+        if not all(self.sparse_layers):
+            divided["intermediate_size"] = self.intermediate_size
         if any(self.sparse_layers):
-            divided["experts"] = self.num_experts
-        if parallel.tp:
-            divided["attention heads"] = self.num_heads
-            divided["vocabulary"] = self.vocab_size
-            if not all(self.sparse_layers):
-                divided["intermediate_size"] = self.intermediate_size
-            if any(self.sparse_layers):
-                divided["shared expert width"] = self.shared_intermediate_size
+            divided["shared expert width"] = self.shared_intermediate_size
         for what, count in divided.items():
-            if count % size:
-                hint = advice
-                if parallel.tp and what != "experts":
-                    hint += " or mode='dp', which divides requests and experts alone"
-                raise _bad(what, f"a multiple of the {size} devices", count, hint)
+            if count % parallel.tp:
+                nearest = _divisor(count, parallel.tp)
+                hint = f"use tp={nearest}, with a mode like '2x{nearest}' for more devices, or mode 'dp'"
+                raise _bad(what, f"a multiple of the {parallel.tp} devices that share it", count, hint)
+
+
+def _divisor(count: int, most: int) -> int:
+    """The largest divisor of `count` that is at most `most`."""
+    return next(n for n in range(most, 0, -1) if count % n == 0)
 
 
 def _bad(what: str, expected: object, found: object, hint: str) -> ValueError:

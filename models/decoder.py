@@ -1,6 +1,6 @@
 """The decoder: embeddings, layers, final norm and logits. It keeps no KV; a history does.
 
-Everything here runs inside `jax.shard_map` over `parallel.axis` with explicit collectives. Outside of it a
+Everything here runs inside `jax.shard_map` over the mesh axes `dp` and `tp` with explicit collectives. Outside of it a
 model is a tree of sharded arrays: `graphdef, state = nnx.split(model)`, in_specs from
 `nnx.get_partition_spec(state)`, and `nnx.merge(graphdef, local_state)` inside.
 """
@@ -16,7 +16,7 @@ from models.config import ModelConfig
 from models.decoder_layer import DecoderLayer
 from models.layers import Angles, History, linear_f32, parameter, rms_norm, rope_angles
 from models.mtp import MtpLayer
-from ula_jax.parallel import Parallel
+from ula_jax.parallel import TP, Parallel
 
 
 class Decoder(nnx.Module):
@@ -34,16 +34,15 @@ class Decoder(nnx.Module):
         self.embed_tokens = parameter("model.embed_tokens.weight", (vocab, hidden), dtype, init="embedding")
         self.layers = nnx.List(
             DecoderLayer(
-                config, parallel, dtype,
+                config, dtype,
                 layer=layer, group=group, leads_group=layer == layers[0], sparse=config.sparse_layers[layer],
             )
             for group, layers in enumerate(config.layer_groups)
             for layer in layers
         )  # fmt: skip
         self.norm = parameter("model.norm.weight", (hidden,), dtype, init="norm")
-        rows = P(parallel.axis, None) if parallel.tp else P()
-        self.lm_head = parameter("lm_head.weight", (vocab, hidden), dtype, rows)
-        self.mtp = MtpLayer(config, parallel, dtype) if mtp else None
+        self.lm_head = parameter("lm_head.weight", (vocab, hidden), dtype, P(TP, None))
+        self.mtp = MtpLayer(config, dtype) if mtp else None
 
     def __call__(
         self, tokens: Int32[Array, "B S"], positions: Int32[Array, "B S"], history: History
@@ -73,8 +72,8 @@ class Decoder(nnx.Module):
         head = self.lm_head[...]
         with jax.named_scope("lm_head"):
             logits = linear_f32(hidden.astype(head.dtype), head)
-            if self.parallel.tp:
-                logits = jax.lax.all_gather(logits, self.parallel.axis, axis=2, tiled=True)
+            if self.parallel.tp > 1:
+                logits = jax.lax.all_gather(logits, TP, axis=2, tiled=True)
             return logits
 
     def draft(

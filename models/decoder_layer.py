@@ -9,7 +9,6 @@ from models.config import ModelConfig
 from models.layers import Angles, History, Mlp, parameter, rms_norm, sum_over_heads
 from models.mla import MlaAttention
 from models.moe import Moe
-from ula_jax.parallel import Parallel
 
 
 class DecoderLayer(nnx.Module):
@@ -18,7 +17,6 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        parallel: Parallel,
         dtype: DTypeLike,
         *,
         layer: int,
@@ -26,18 +24,18 @@ class DecoderLayer(nnx.Module):
         leads_group: bool,
         sparse: bool,
     ):
-        self.config, self.parallel = config, parallel
+        self.config = config
         prefix, hidden = f"model.layers.{layer}.", config.hidden_size
         self.input_layernorm = parameter(f"{prefix}input_layernorm.weight", (hidden,), dtype, init="norm")
         self.self_attn = MlaAttention(
-            config, parallel, f"{prefix}self_attn.", dtype, layer=layer, group=group, leads_group=leads_group
+            config, f"{prefix}self_attn.", dtype, layer=layer, group=group, leads_group=leads_group
         )
         name = f"{prefix}post_attention_layernorm.weight"
         self.post_attention_layernorm = parameter(name, (hidden,), dtype, init="norm")
         if sparse:
-            self.mlp = Moe(config, parallel, f"{prefix}mlp.", dtype)
+            self.mlp = Moe(config, f"{prefix}mlp.", dtype)
         else:
-            self.mlp = Mlp(f"{prefix}mlp.", hidden, config.intermediate_size, parallel, dtype)
+            self.mlp = Mlp(f"{prefix}mlp.", hidden, config.intermediate_size, dtype)
 
     def __call__(self, hidden: Float[Array, "B S D"], angles: Angles, history: History) -> Float[Array, "B S D"]:
         """[B, S, D] -> [B, S, D], in the dtype of the parameters."""
@@ -47,5 +45,5 @@ class DecoderLayer(nnx.Module):
             hidden = hidden + self.self_attn(x, angles, history).astype(hidden.dtype)
         with jax.named_scope("mlp"):
             x = rms_norm(hidden, self.post_attention_layernorm[...], eps)
-            y = self.mlp(x) if isinstance(self.mlp, Moe) else sum_over_heads(self.mlp(x), self.parallel)
+            y = self.mlp(x) if isinstance(self.mlp, Moe) else sum_over_heads(self.mlp(x))
             return hidden + y.astype(hidden.dtype)

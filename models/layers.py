@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from numpy.typing import DTypeLike
 
 from models.config import RopeConfig
-from ula_jax.parallel import Parallel, total
+from ula_jax.parallel import TP, total
 
 if TYPE_CHECKING:
     from ula_jax.history import History
@@ -131,8 +131,8 @@ def apply_rope(x: Float[Array, "B S H r"], angles: Angles, interleave: bool) -> 
 class Mlp(nnx.Module):
     """SwiGLU. Under TP each device holds a share of the width, and its output is a partial sum."""
 
-    def __init__(self, prefix: str, hidden: int, width: int, parallel: Parallel, dtype: DTypeLike):
-        rows, columns = (P(parallel.axis, None), P(None, parallel.axis)) if parallel.tp else (P(), P())
+    def __init__(self, prefix: str, hidden: int, width: int, dtype: DTypeLike):
+        rows, columns = P(TP, None), P(None, TP)
         self.gate_proj = parameter(f"{prefix}gate_proj.weight", (width, hidden), dtype, rows)
         self.up_proj = parameter(f"{prefix}up_proj.weight", (width, hidden), dtype, rows)
         self.down_proj = parameter(f"{prefix}down_proj.weight", (hidden, width), dtype, columns)
@@ -143,9 +143,9 @@ class Mlp(nnx.Module):
         return linear_f32(inner, self.down_proj[...])
 
 
-def sum_over_heads(partial: Float32[Array, "*B D"], parallel: Parallel) -> Float32[Array, "*B D"]:
-    """Under TP, the sum of the devices' partial results; under DP they are whole already.
+def sum_over_heads(partial: Float32[Array, "*B D"]) -> Float32[Array, "*B D"]:
+    """The sum of the partial results of a rank's devices.
 
     In float32 at every parameter dtype, so that a result hardly depends on the number of devices.
     """
-    return total(partial, parallel.axis) if parallel.tp else partial
+    return total(partial, TP)

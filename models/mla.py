@@ -19,7 +19,7 @@ from models.layers import (
     rms_norm,
     sum_over_heads,
 )
-from ula_jax.parallel import Parallel
+from ula_jax.parallel import TP
 
 
 class MlaAttention(nnx.Module):
@@ -33,7 +33,6 @@ class MlaAttention(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        parallel: Parallel,
         prefix: str,
         dtype: DTypeLike,
         *,
@@ -41,11 +40,11 @@ class MlaAttention(nnx.Module):
         group: int,
         leads_group: bool,
     ):
-        self.config, self.parallel = config, parallel
+        self.config = config
         self.layer, self.group, self.leads_group = layer, group, leads_group
         hidden, heads, latent = config.hidden_size, config.num_heads, config.kv_lora_rank
-        by_head = P(parallel.axis, None) if parallel.tp else P()
-        by_head_3d = P(parallel.axis, None, None) if parallel.tp else P()
+        by_head = P(TP, None)
+        by_head_3d = P(TP, None, None)
         query_dim = heads * config.qk_head_dim
         if config.q_lora_rank is None:
             self.q_proj = parameter(f"{prefix}q_proj.weight", (query_dim, hidden), dtype, by_head)
@@ -59,12 +58,7 @@ class MlaAttention(nnx.Module):
         name = f"{prefix}kv_b_proj.weight"
         self.w_uk = parameter(name, (heads, config.qk_nope_head_dim, latent), dtype, by_head_3d, "key_heads")
         self.w_uv = parameter(name, (heads, config.v_head_dim, latent), dtype, by_head_3d, "value_heads")
-        self.o_proj = parameter(
-            f"{prefix}o_proj.weight",
-            (hidden, heads * config.v_head_dim),
-            dtype,
-            P(None, parallel.axis) if parallel.tp else P(),
-        )
+        self.o_proj = parameter(f"{prefix}o_proj.weight", (hidden, heads * config.v_head_dim), dtype, P(None, TP))
         # Layers that share a selection have no indexer, in the checkpoint as here.
         owns_indexer = leads_group and config.has_indexer
         self.indexer = Indexer(config, f"{prefix}indexer.", dtype) if owns_indexer else None
@@ -111,4 +105,4 @@ class MlaAttention(nnx.Module):
 
     def _output(self, latent: Float[Array, "B S H C"]) -> Float32[Array, "B S D"]:
         values = contract("bshc,hvc->bshv", latent, self.w_uv[...]).astype(latent.dtype)
-        return sum_over_heads(linear_f32(values.reshape(*values.shape[:2], -1), self.o_proj[...]), self.parallel)
+        return sum_over_heads(linear_f32(values.reshape(*values.shape[:2], -1), self.o_proj[...]))

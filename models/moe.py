@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from models.config import ModelConfig
 from models.layers import Mlp, contract, linear_f32, parameter
-from ula_jax.parallel import Parallel, scattered_total, total
+from ula_jax.parallel import DEVICES, DP, TP, scattered_total, total
 
 
 class Router(nnx.Module):
@@ -61,14 +61,13 @@ class Moe(nnx.Module):
     Every device runs all of its own experts on all tokens and weighs them by their gates, most of which are
     zero. That is E / (P top-k) times the arithmetic needed (4 for 256 experts, top 8, 8 devices), and
     activations of tokens x local experts x hidden size. In return nothing is sorted, dropped or padded, the order
-    of the sum is fixed, and a token's result cannot depend on its neighbours. DP gathers the tokens of all
-    devices first and scatters the sum.
+    of the sum is fixed, and a token's result cannot depend on its neighbours. Ranks gather the tokens of all of
+    them first and scatter the sum.
     """
 
-    def __init__(self, config: ModelConfig, parallel: Parallel, prefix: str, dtype: DTypeLike):
-        self.parallel = parallel
+    def __init__(self, config: ModelConfig, prefix: str, dtype: DTypeLike):
         experts, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
-        spec = P(parallel.axis, None, None)
+        spec = P(DEVICES, None, None)
         self.router = Router(config, prefix)
         name = prefix + "experts.{}."
         self.gate_proj = parameter(f"{name}gate_proj.weight", (experts, width, hidden), dtype, spec, "experts")
@@ -76,27 +75,24 @@ class Moe(nnx.Module):
         self.down_proj = parameter(f"{name}down_proj.weight", (experts, hidden, width), dtype, spec, "experts")
         if config.num_shared_experts:
             width = config.shared_intermediate_size
-            self.shared_experts = Mlp(f"{prefix}shared_experts.", hidden, width, parallel, dtype)
+            self.shared_experts = Mlp(f"{prefix}shared_experts.", hidden, width, dtype)
         else:
             self.shared_experts = None
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float32[Array, "B S D"]:
         """[B, S, D] after post_attention_layernorm -> [B, S, D], whole."""
-        axis, tokens = self.parallel.axis, x.reshape(-1, x.shape[-1])
+        tokens = everyone = x.reshape(-1, x.shape[-1])
         gates = self.router(tokens)
+        if jax.lax.axis_size(DP) > 1:
+            everyone, gates = (jax.lax.all_gather(own, DP, tiled=True) for own in (tokens, gates))
         shared = self.shared_experts(tokens) if self.shared_experts is not None else jnp.float32(0)
-        if self.parallel.tp:
-            output = total(self._routed(tokens, gates) + shared, axis)
-        else:
-            everyone = jax.lax.all_gather(tokens, axis, tiled=True)
-            partial = self._routed(everyone, jax.lax.all_gather(gates, axis, tiled=True))
-            output = scattered_total(partial, axis) + shared
+        output = total(scattered_total(self._routed(everyone, gates), DP) + shared, TP)
         return output.reshape(x.shape)
 
     def _routed(self, x: Float[Array, "T D"], gates: Float32[Array, "T E"]) -> Float32[Array, "T D"]:
         """The share of this device's experts."""
         gate, up = self.gate_proj[...], self.up_proj[...]
-        first = jax.lax.axis_index(self.parallel.axis) * gate.shape[0]
+        first = jax.lax.axis_index(DEVICES) * gate.shape[0]
         local = jax.lax.dynamic_slice_in_dim(gates, first, gate.shape[0], axis=1)
         inner = jax.nn.silu(contract("td,eid->tei", x, gate)) * contract("td,eid->tei", x, up)
         weighed = (inner * local[..., None]).astype(x.dtype)

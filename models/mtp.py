@@ -9,7 +9,6 @@ from numpy.typing import DTypeLike
 from models.config import ModelConfig
 from models.decoder_layer import DecoderLayer
 from models.layers import Angles, History, linear, parameter, rms_norm
-from ula_jax.parallel import Parallel
 
 
 class MtpLayer(nnx.Module):
@@ -19,7 +18,7 @@ class MtpLayer(nnx.Module):
     model's.
     """
 
-    def __init__(self, config: ModelConfig, parallel: Parallel, dtype: DTypeLike):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike):
         self.config = config
         prefix, hidden = f"model.layers.{config.num_layers}.", config.hidden_size
         self.enorm = parameter(f"{prefix}enorm.weight", (hidden,), dtype, init="norm")
@@ -27,7 +26,6 @@ class MtpLayer(nnx.Module):
         self.eh_proj = parameter(f"{prefix}eh_proj.weight", (hidden, 2 * hidden), dtype)
         self.block = DecoderLayer(
             config,
-            parallel,
             dtype,
             layer=config.num_layers,
             group=len(config.layer_groups),

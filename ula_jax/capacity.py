@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from ula_jax.index_keys import KeyFormat
 from ula_jax.known_models import KNOWN
-from ula_jax.parallel import Mode, Parallel
+from ula_jax.parallel import DEVICES, Mode, Parallel
 from ula_jax.placements import PLACEMENTS, make_placement
 from ula_jax.placements.base import fitting
 from ula_jax.report import UserError, print_table
@@ -39,7 +39,8 @@ class Config:
     """COUNTxCARD: a card of the list, or any name with --device-gb and --host-gb."""
     model: str = "glm-5.3"
     """A name of the list, or a hub config.json."""
-    mode: Literal["dp", "tp", "both"] = "both"
+    mode: str = "both"
+    """`dp`, `tp`, both of them, or ranks x devices of a rank, like `2x4`."""
     context: str = "96k"
     """Tokens of a request at its end: 96k, 131072, or a range (64k-128k) over which eight lengths are spread evenly."""
     placements: tuple[str, ...] = ()
@@ -111,9 +112,10 @@ class Architecture:
         ends = [*own[1:], self.layers]
         return tuple(tuple(range(start, end)) for start, end in zip(own, ends, strict=True))
 
-    def weights(self, mode: Mode, devices: int, draft: bool) -> float:
+    def weights(self, parallel: Parallel, draft: bool) -> float:
         """Bytes on each device: linear layers in fp8, embeddings, indexers and W_UK, W_UV for absorbed decoding in
-        bf16. Experts are sharded in both modes; heads, dense layers and embeddings under TP. (SGLang's layout.)"""
+        bf16. Experts are sharded over all devices; heads, dense layers and
+        embeddings over those of a rank. (SGLang's layout.)"""
         hub, hidden, heads = self.hub, self.hidden, self.heads
         extra = self.drafts if draft else 0
         layers, dense = self.layers + extra, int(hub.get("first_k_dense_replace") or 0)
@@ -123,15 +125,14 @@ class Architecture:
         by_head = (lora or hidden) * heads * (self.nope + self.rope) + up + heads * self.value * hidden
         attention = by_head * FP8 + up * BF16  # of one layer
         expert = 3 * hidden * int(hub.get("moe_intermediate_size") or 0)
-        routed = (layers - dense) * int(hub.get("n_routed_experts") or 0) * expert / devices
+        routed = (layers - dense) * int(hub.get("n_routed_experts") or 0) * expert / parallel.size
         shared = (layers - dense) * int(hub.get("n_shared_experts") or 0) * expert
         wide = dense * 3 * hidden * int(hub["intermediate_size"])
         indexer = int(hub.get("index_n_heads") or 0) * ((lora or hidden) * self.index_dim + hidden)
         indexers = (len(self.groups) + extra) * (indexer + hidden * self.index_dim) * BF16 if self.index_dim else 0
         table = self.vocabulary * hidden * BF16
-        if mode == "tp":
-            return routed + (shared + layers * attention + wide + 2 * table) / devices + layers * down + indexers
-        return routed + shared + layers * (attention + down) + wide + indexers + table + table / devices
+        by_rank = shared + layers * attention + wide + table
+        return routed + by_rank / parallel.tp + table / parallel.size + layers * down + indexers
 
     def spec(self, config: Config, longest: int) -> KVSpec:
         """The history of contexts up to `longest`."""
@@ -201,18 +202,18 @@ def run(config: Config) -> dict[str, Any]:
     """A row for each placement and mode; the result is what is printed and written."""
     model, node, contexts = architecture(config.model), machine(config), lengths(config.context)
     spec = model.spec(config, max(contexts))
-    modes: tuple[Mode, ...] = ("dp", "tp") if config.mode == "both" else (config.mode,)
+    modes = DEVICES if config.mode == "both" else (config.mode,)
     rows = []
-    for mode in modes:
-        weights = model.weights(mode, node.devices, config.draft)
+    for parallel in [_parallel(mode, node.devices) for mode in modes]:
+        weights = model.weights(parallel, config.draft)
         left = node.device_bytes * config.usable - weights
         if left <= 0:
             raise UserError(
-                f"hardware: expected more than the {weights / 1e9:.1f} GB of weights on each device ({mode}), found "
+                f"hardware: expected more than the {weights / 1e9:.1f} GB of weights on each device ({parallel.mode}), found "
                 f"{node.device_bytes * config.usable / 1e9:.1f} usable; take more devices or larger ones"
             )
         budget = Budget(int(left), int(node.host_bytes))
-        rows += [plan(name, mode, node.devices, spec, budget, config.context, weights) for name in names(config, mode)]
+        rows += [plan(name, parallel, spec, budget, config.context, weights) for name in names(config, parallel)]
     about = {
         "hardware": {**asdict(node), "usable": config.usable}, "model": config.model, "draft_layer": config.draft,
         "row_bytes": spec.row_bytes, "device_bytes_per_token": spec.index_bytes,
@@ -220,14 +221,21 @@ def run(config: Config) -> dict[str, Any]:
     return {"rows": [asdict(row) for row in rows], "assumptions": about}
 
 
-def names(config: Config, mode: Mode) -> tuple[str, ...]:
+def _parallel(mode: Mode, devices: int) -> Parallel:
+    try:
+        return Parallel.of(mode, devices)
+    except ValueError as wrong:
+        raise UserError(str(wrong)) from wrong
+
+
+def names(config: Config, parallel: Parallel) -> tuple[str, ...]:
     if config.placements:
         return config.placements
-    return (*PLACEMENTS, *((f"ula:buffer={config.buffer}",) if mode == "tp" else ()))
+    return (*PLACEMENTS, *((f"ula:buffer={config.buffer}",) if parallel.tp > 1 else ()))
 
 
-def plan(name: str, mode: Mode, devices: int, spec: KVSpec, budget: Budget, context: str, weights: float) -> Row:
-    placement, contexts = make_placement(name, Parallel(mode, devices)), lengths(context)
+def plan(name: str, parallel: Parallel, spec: KVSpec, budget: Budget, context: str, weights: float) -> Row:
+    placement, contexts = make_placement(name, parallel), lengths(context)
     capacity = fitting(placement, spec, budget)
     number = admitted(capacity, contexts)
 
@@ -245,7 +253,7 @@ def plan(name: str, mode: Mode, devices: int, spec: KVSpec, budget: Budget, cont
         binds = most if capacity.host_slots and without[most] > number else "device"
     slots = capacity.device_slots + capacity.host_slots + (capacity.buffer_slots or 0)
     return Row(
-        name, mode, context, number, binds, capacity.tokens / (devices * slots), capacity.device_slots,
+        name, parallel.mode, context, number, binds, capacity.tokens / (parallel.size * slots), capacity.device_slots,
         capacity.host_slots, weights / 1e9,
     )  # fmt: skip
 

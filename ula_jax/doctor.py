@@ -111,7 +111,7 @@ def trace(shape: Shape, placement: str, tokens: int, requests: int = 2) -> None:
     spec = shape.spec
     context = requests * spec.max_context
     budget = Budget(context * (spec.row_bytes + spec.index_bytes), context * spec.row_bytes)
-    runner = Runner(Asker(shape), make_placement(placement, Parallel()), spec, budget, make_mesh(1))
+    runner = Runner(Asker(shape), make_placement(placement, Parallel()), spec, budget, make_mesh())
 
     def zeros(*sizes: int) -> np.ndarray:
         return np.zeros((1, requests, *sizes), np.int32)

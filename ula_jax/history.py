@@ -91,7 +91,7 @@ class History:
         self._readable: dict[int, Readable] = {}
         self._place = {layer: (g, i) for g, layers in enumerate(spec.groups) for i, layer in enumerate(layers)}
         striped = placement.striping.devices > 1
-        self._rank = jax.lax.axis_index(placement.parallel.axis) if striped else 0
+        self._rank = jax.lax.axis_index(TP) if striped else 0
         self._table = jnp.asarray(batch.page_table)
         self._new = jnp.where(batch.valid, self._address(batch.positions), EMPTY)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import topk
 from pallas_kernels.index_scores import address, paged_index_scores
-from ula_jax.parallel import Parallel
+from ula_jax.parallel import TP, Parallel
 from ula_jax.rows import E4M3_MAX, FormatName
 from ula_jax.striping import Striping
 from ula_jax.types import EMPTY, Addresses, Array, Float32, Int32, Scalar
@@ -120,26 +120,24 @@ def score(
     """Score the first `lengths` positions, which are those that each token sees. Gathering `candidates`, only the best
     `most` of each device are there: all of the best `most` among them.
 
-    A device owns every P-th row of each page, so its part is paged like the whole, with pages of a P-th of the size.
+    A device owns a P-th of the rows of each page, so its part is paged like the whole, with pages of a P-th of the size.
 
     Under TP positions are scored in as many parts as there are devices, part r being positions r mod P, whether one
     device has all parts or each its own: the shape of an XLA product decides the order of its sums, and so its bits.
     """
     devices = striping.devices
     if devices == 1:
-        parts = parallel.size if parallel.tp else 1
-        every = paged_index_scores(query, weights, keys, page_table, page_size, lengths, parts=parts)
+        every = paged_index_scores(query, weights, keys, page_table, page_size, lengths, parts=parallel.tp)
         return Scored(every, lengths, None)
-    rank = jax.lax.axis_index(parallel.axis)
-    owned = (lengths - rank + devices - 1) // devices
+    rank = jax.lax.axis_index(TP)
+    owned = striping.owned(lengths, rank)
     part = paged_index_scores(query, weights, keys, page_table, page_size // devices, owned)
     if gather == "scores":
-        every = jax.lax.all_gather(part, parallel.axis, axis=-1)  # [batch, steps, length / devices, devices]
-        return Scored(every.reshape(*lengths.shape, -1), lengths, None)
+        return Scored(striping.in_order(jax.lax.all_gather(part, TP, axis=-1)), lengths, None)
     best = topk.select(part, most, owned)
     found = jnp.where(best >= 0, jnp.take_along_axis(part, jnp.maximum(best, 0), axis=-1), -jnp.inf)
     pairs = jnp.stack([striping.address(best, rank), jax.lax.bitcast_convert_type(found, jnp.int32)])
-    pairs = jax.lax.all_gather(pairs, parallel.axis, axis=-1, tiled=True)
+    pairs = jax.lax.all_gather(pairs, TP, axis=-1, tiled=True)
     last = jnp.where(pairs[0] >= 0, pairs[0], jnp.iinfo(jnp.int32).max)
     order, positions, words = jax.lax.sort((last, *pairs), num_keys=1)
     there = jnp.sum(order < jnp.iinfo(jnp.int32).max, axis=-1, dtype=jnp.int32)

@@ -1,9 +1,10 @@
-"""How one model runs over the devices of the mesh axis `kv`: by requests (DP) or by heads (TP)."""
+"""How one model runs over a mesh of devices: by requests along its axis `dp`, by heads along its axis `tp`."""
 
 import os
+import re
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,42 +12,57 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float32
 
-Mode = Literal["dp", "tp"]
-AXIS = "kv"
+DP, TP = "dp", "tp"
+DEVICES = (DP, TP)
+"""Mesh axes that together count all devices."""
+Mode = str
+"""`dp`, `tp`, or both as in `2x4`: two ranks of four devices."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """DP shards requests and keeps whole attention weights; TP shards heads and replicates requests.
+    """`dp` ranks of `tp` devices each. A rank has its own requests and one address space; within it heads are sharded
+    and requests replicated. Experts are sharded over all devices."""
 
-    In both modes experts are sharded over the same devices.
-    """
-
-    mode: Mode = "tp"
-    size: int = 1
-    axis: str = AXIS
+    dp: int = 1
+    tp: int = 1
 
     def __post_init__(self):
-        if self.mode not in ("dp", "tp"):
-            raise ValueError(f"mode: expected 'dp' or 'tp', found {self.mode!r}; choose one of them")
-        if self.size < 1:
-            raise ValueError(f"devices: expected at least 1, found {self.size}; pass a positive number")
+        if min(self.dp, self.tp) < 1:
+            raise ValueError(
+                f"devices: expected at least 1 along dp and tp, found {self.dp} and {self.tp}; pass positive numbers"
+            )
+
+    @classmethod
+    def of(cls, mode: Mode, devices: int) -> "Parallel":
+        """All devices as ranks (`dp`), as one rank (`tp`), or RANKSxDEVICES of a rank. ValueError for other modes."""
+        if mode in DEVICES:
+            return cls(**{mode: devices})
+        sizes = re.fullmatch(r"(\d+)x(\d+)", mode)
+        if not sizes or int(sizes[1]) * int(sizes[2]) != devices:
+            shapes = [f"{n}x{devices // n}" for n in range(2, devices) if devices % n == 0]
+            raise ValueError(
+                f"mode: expected one of {[*DEVICES, *shapes]} for {devices} devices, found {mode!r}; choose one of them"
+            )
+        return cls(int(sizes[1]), int(sizes[2]))
 
     @property
-    def tp(self) -> bool:
-        return self.mode == "tp"
+    def mode(self) -> Mode:
+        if self.dp > 1 and self.tp > 1:
+            return f"{self.dp}x{self.tp}"
+        return DP if self.dp > 1 else TP
 
     @property
-    def ranks(self) -> int:
-        """Address spaces: one for each device under DP, one for the whole mesh under TP."""
-        return 1 if self.tp else self.size
+    def size(self) -> int:
+        return self.dp * self.tp
 
 
-def make_mesh(devices: int) -> Mesh:
-    """A one-axis mesh `kv` over the first `devices` devices; of several processes, over the first few of each."""
+def make_mesh(parallel: Parallel = Parallel()) -> Mesh:
+    """A mesh of `dp` x `tp` over the first devices; of several processes, over the first few of each."""
+    devices = parallel.size
     found, processes = visible_devices(), jax.process_count()
     each = -(-devices // processes)
-    if devices < 1 or devices > len(found):
+    if devices > len(found):
         raise ValueError(
             f"devices: expected 1 to {len(found)} (what JAX sees), found {devices}; on a CPU set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={max(each, 1)} before Python starts"
@@ -57,7 +73,7 @@ def make_mesh(devices: int) -> Mesh:
             "another number of processes"
         )
     chosen = [[d for d in found if d.process_index == process][:each] for process in range(processes)]
-    return Mesh(np.asarray(chosen).reshape(-1), (AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(np.asarray(chosen).reshape(parallel.dp, parallel.tp), DEVICES, axis_types=(AxisType.Auto,) * 2)
 
 
 def total(x: Float32[Array, "..."], axis: str) -> Float32[Array, "..."]:
@@ -66,18 +82,23 @@ def total(x: Float32[Array, "..."], axis: str) -> Float32[Array, "..."]:
     Between processes, Gloo's and NCCL's sums round by where in an array a number stands, and thus by a request's
     company: there, the parts are added in the order of the devices, as XLA does on a CPU. No more bytes are sent.
     """
+    devices = jax.lax.axis_size(axis)
+    if devices == 1:
+        return x
     if jax.process_count() == 1:
         return jax.lax.psum(x, axis)
-    devices = jax.lax.axis_size(axis)
     parts = jnp.pad(x.reshape(-1), (0, -x.size % devices)).reshape(devices, -1)
     return jax.lax.all_gather(_add_in_order(parts, axis), axis, tiled=True)[: x.size].reshape(x.shape)
 
 
 def scattered_total(x: Float32[Array, "N ..."], axis: str) -> Float32[Array, "M ..."]:
     """The same sum, of which each device keeps its part of the first dimension: M = N / devices."""
+    devices = jax.lax.axis_size(axis)
+    if devices == 1:
+        return x
     if jax.process_count() == 1:
         return jax.lax.psum_scatter(x, axis, tiled=True)
-    return _add_in_order(x.reshape(jax.lax.axis_size(axis), -1, *x.shape[1:]), axis)
+    return _add_in_order(x.reshape(devices, -1, *x.shape[1:]), axis)
 
 
 def _add_in_order(parts: Array, axis: str) -> Array:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ula_jax import memory
 from ula_jax.history import Batch, History, KVState
 from ula_jax.index_keys import Gather
-from ula_jax.parallel import AXIS
+from ula_jax.parallel import DEVICES, DP, TP
 from ula_jax.placements.base import Placement, fitting
 from ula_jax.sampling import Sampling, sample
 from ula_jax.spec import Budget, KVSpec
@@ -51,7 +51,7 @@ class StepOutput(NamedTuple):
 class Runner:
     """Owns the stored history and the functions that change it.
 
-    Batches and addresses have a leading axis of ranks: the devices under DP, 1 under TP.
+    Batches and addresses have a leading axis of ranks, the state one of devices.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Runner:
         gather: Gather = "scores",
     ):
         parallel = placement.parallel
-        if mesh.shape[AXIS] != parallel.size:
+        if dict(mesh.shape) != {DP: parallel.dp, TP: parallel.tp}:
             raise ValueError(
-                f"mesh: expected {parallel.size} devices as the placement has, found {mesh.shape[AXIS]}; "
-                "make both with the same number"
+                f"mesh: expected {parallel} as the placement has, found axes {dict(mesh.shape)}; make both of one "
+                "Parallel"
             )
         if getattr(model, "parallel", parallel) != parallel:
             raise ValueError(
@@ -80,16 +80,16 @@ class Runner:
         self.capacity = fitting(placement, spec, budget)
         self.ranks = self.capacity.ranks
         graph, self.params = nnx.split(model)
-        self._by_rank = by_rank = P() if parallel.tp else P(AXIS)
+        self._by_rank = by_rank = P(DP)
         self._over = over = partial(jax.shard_map, mesh=mesh, check_vma=False)
 
         def init() -> KVState:
-            size = self.capacity.addresses // self.capacity.stripe
+            size = self.capacity.addresses // placement.striping.devices
             groups = placement.init(spec, budget)
             keys = [spec.index_key.init(size) for _ in groups if spec.index_dim]
             return _expand(KVState(groups, tuple(keys)))
 
-        make = over(init, in_specs=(), out_specs=P(AXIS))
+        make = over(init, in_specs=(), out_specs=P(DEVICES))
         # The same in every result: what was left to XLA would be another argument, and compile the step once more.
         self._shardings = _shardings(jax.eval_shape(make), mesh)
         self.state: KVState = memory.build(make, self._shardings)
@@ -118,8 +118,8 @@ class Runner:
         def step(params: Any, state: KVState, batch: Batch, sampling: Sampling, resident: bool = False):
             return over(
                 partial(on_device, resident),
-                in_specs=(specs, P(AXIS), by_rank, by_rank),
-                out_specs=(by_rank, P(AXIS), P(AXIS)),
+                in_specs=(specs, P(DEVICES), by_rank, by_rank),
+                out_specs=(by_rank, P(DEVICES), P(DEVICES)),
             )(params, state, batch, sampling)
 
         # Each of several processes reads what the host needs of all devices; logits stay where they are.
@@ -142,7 +142,7 @@ class Runner:
         def on_device(state: KVState, arrays: tuple[Array, ...]) -> KVState:
             return _expand(change(_squeeze(state), *_squeeze(arrays)))
 
-        over = self._over(on_device, in_specs=(P(AXIS), self._by_rank), out_specs=P(AXIS))
+        over = self._over(on_device, in_specs=(P(DEVICES), self._by_rank), out_specs=P(DEVICES))
         return jax.jit(
             lambda state, *arrays: over(state, arrays), donate_argnums=0, out_shardings=self._shardings
         )
@@ -173,6 +173,6 @@ def _shardings(state: KVState, mesh: Mesh) -> KVState:
 
     def place(path, leaf):
         host = any(getattr(key, "name", None) == "host" for key in path) and leaf.size
-        return memory.sharding(mesh, P(AXIS), host=bool(host))
+        return memory.sharding(mesh, P(DEVICES), host=bool(host))
 
     return jax.tree_util.tree_map_with_path(place, state)

@@ -148,7 +148,7 @@ class Scheduler:
                 self._spilled[rank] = False
             new = {request.id: tokens for request, tokens in step[rank]}
             held = (request.computed + new.get(request.id, 0) for request in running.values())
-            if sum(-(-rows // self.capacity.stripe) for rows in held) > room:
+            if sum(map(self.capacity.striping.share, held)) > room:
                 self._spilled[rank] = True
         return not any(self._spilled)
 

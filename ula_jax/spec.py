@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from ula_jax.index_keys import KeyFormat
 from ula_jax.rows import FormatName, RowFormat
+from ula_jax.striping import Striping
 
 
 @runtime_checkable
@@ -102,13 +103,13 @@ class KVSpec:
         """Bytes of one token that stay on the device: its index keys, and what a draft layer has of it."""
         return len(self.groups) * self.index_key.nbytes + self.draft_bytes
 
-    def rows_needed(self, context: int, tokens: int = 1, stripe: int = 1) -> int:
+    def rows_needed(self, context: int, tokens: int = 1, striping: Striping = Striping()) -> int:
         """Most distinct rows that one device must hold for a step of `tokens` tokens ending at `context`.
 
-        Each token needs its selection and its own row; a stripe owns every `stripe`-th position. The worst case (all
+        Each token needs its selection and its own row; under striping a device owns a part of the positions. The worst case (all
         selected rows on one owner) is meant: no step may ever find the pool too small.
         """
-        return min(-(-context // stripe), tokens * (min(self.topk, context) + 1))
+        return min(striping.share(context), tokens * (min(self.topk, context) + 1))
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,8 @@ class Capacity:
     device_slots: int
     """Slots of one layer group on one device."""
     host_slots: int
-    stripe: int = 1
-    """Devices that share one address space."""
+    striping: Striping = Striping()
+    """Devices that share one address space, and how."""
     quotas: int | None = None
     """Requests that can hold a private hot buffer, for placements that give each one."""
     working_set: int | None = None
@@ -157,15 +158,15 @@ class Capacity:
     def step_fits(self, requests: list[tuple[int, int]]) -> bool:
         """Whether one rank can run a step of requests, each of (context at its end, tokens that are computed)."""
         return all(
-            sum(self.spec.rows_needed(context, tokens, stripe) for context, tokens in requests) <= most
-            for most, stripe in self._limits
+            sum(self.spec.rows_needed(context, tokens, striping) for context, tokens in requests) <= most
+            for most, striping in self._limits
         )
 
     @property
-    def _limits(self) -> list[tuple[int, int]]:
-        """Rows that a step may need, and over how many devices they are dealt."""
-        limits = ((self.working_set, self.stripe), (self.buffer_slots, 1))
-        return [(most, stripe) for most, stripe in limits if most is not None]
+    def _limits(self) -> list[tuple[int, Striping]]:
+        """Rows that a step may need, and how they are dealt out."""
+        limits = ((self.working_set, self.striping), (self.buffer_slots, Striping()))
+        return [(most, striping) for most, striping in limits if most is not None]
 
     def requests(self, context: int) -> int:
         """Requests of `context` tokens (prompt and output) that are held at once, over all ranks."""
@@ -173,6 +174,6 @@ class Capacity:
         most = self.addresses // (pages * self.spec.page_size)
         if self.quotas is not None:
             most = min(most, self.quotas)
-        for limit, stripe in self._limits:
-            most = min(most, limit // self.spec.rows_needed(context, stripe=stripe))
+        for limit, striping in self._limits:
+            most = min(most, limit // self.spec.rows_needed(context, striping=striping))
         return self.ranks * most

@@ -35,7 +35,7 @@ def check(placement: Placement, state: KVState, live: list[np.ndarray]) -> None:
             where = f"group {number}, device {device}"
             _check_device(where, placement, local, _local(placement, live, device))
             if local.buffer:
-                _check_buffer(f"{where}, buffer", placement, local.buffer, live[0])
+                _check_buffer(f"{where}, buffer", placement, local.buffer, live[device // placement.parallel.tp])
 
 
 def residency(placement: Placement, state: KVState, live: list[np.ndarray], spec: KVSpec) -> Residency:
@@ -140,9 +140,11 @@ def _rank_of_first_leaf(policy: Any) -> int:
 
 def _local(placement: Placement, live: list[np.ndarray], device: int) -> np.ndarray:
     """Local numbers of the live addresses that a device should hold."""
-    stripe = placement.striping.devices
-    addresses = live[device if len(live) > 1 else 0]
-    return addresses[addresses % stripe == device % stripe] // stripe
+    rank, place = divmod(device, placement.parallel.tp)
+    if placement.striping.devices == 1:
+        return live[rank]
+    local = np.asarray(placement.striping.local(live[rank], place))
+    return local[local != EMPTY]
 
 
 def _without_pools(group: Group) -> Group:

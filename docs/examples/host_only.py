@@ -20,7 +20,7 @@ class HostOnly:
 
     def capacity(self, spec, budget):
         slots = min(budget.host // spec.row_bytes, budget.device // max(1, spec.index_bytes))
-        return Capacity(spec, self.parallel.ranks, slots, 0, slots)
+        return Capacity(spec, self.parallel.dp, slots, 0, slots)
 
     def init(self, spec, budget):
         slots = self.capacity(spec, budget).host_slots

@@ -112,7 +112,7 @@ def _runner(name: str, mode: str, rows: FormatName, gather: Gather) -> tuple[Run
     config = ModelConfig.from_hub(
         GOLDEN, num_layers=3, sparse_layers=(False, True, True), full_layers=(True, True, False)
     )
-    parallel, mesh = Parallel(mode, DEVICES), make_mesh(DEVICES)
+    parallel, mesh = Parallel.of(mode, DEVICES), make_mesh(DEVICES)
     spec = KVSpec.of(config, rows=rows, max_context=512)
     keys = (DEVICE_SLOTS + HOST_SLOTS) * spec.index_bytes
     budget = Budget(DEVICE_SLOTS * spec.row_bytes + keys, HOST_SLOTS * spec.row_bytes)

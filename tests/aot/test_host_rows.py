@@ -29,7 +29,7 @@ LISTS = 4
 
 def compiled(function, words, donate=(0, 1)):
     """(program, bytes of temporaries) of `function(device lanes, host lanes, *four lists)`."""
-    mesh = make_mesh(1)
+    mesh = make_mesh()
 
     def shape(dims, dtype=jnp.uint32, host=False):
         place = memory.sharding(mesh, jax.sharding.PartitionSpec(), host=host)

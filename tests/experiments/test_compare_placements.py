@@ -88,7 +88,7 @@ def test_budgets_are_kept():
             for host in (0, 1_400_000, 18_000_000):
                 if name == "hisparse" and not host:
                     continue
-                size = make_placement(name, Parallel(mode, 8)).capacity(spec, Budget(2_400_000, host))
+                size = make_placement(name, Parallel.of(mode, 8)).capacity(spec, Budget(2_400_000, host))
                 keys = size.addresses // size.stripe * spec.index_bytes
                 assert size.device_slots * spec.row_bytes + keys <= 2_400_000
                 assert size.host_slots * spec.row_bytes <= host
@@ -123,7 +123,7 @@ def test_devices_that_do_not_divide_the_heads(tmp_path):
 
 def test_a_byte_outside_the_vocabulary(tmp_path):
     config = replace(CONFIG, vocab_size=128)
-    save_checkpoint(init_model(config, make_mesh(1), Parallel("tp", 1), seed=0), tmp_path / "model")
+    save_checkpoint(init_model(config, make_mesh(), Parallel(), seed=0), tmp_path / "model")
     document = tmp_path / "latin.txt"
     document.write_bytes(b"caf\xe9 " * 1000)
     message = "expected bytes below the model's vocabulary of 128, found 233"

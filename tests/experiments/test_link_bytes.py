@@ -32,6 +32,6 @@ def test_table_of_glm(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_placements_that_do_not_stripe_send_no_history(name):
-    placements = [make_placement(name, Parallel(mode, size)) for mode, size in (("dp", 8), ("tp", 8), ("tp", 1))]
+    placements = [make_placement(name, Parallel.of(mode, size)) for mode, size in (("dp", 8), ("tp", 8), ("tp", 1))]
     assert not any(collectives(p, SPEC, 4, 64) for p in placements if p.striping.devices == 1)
     assert sum(bool(collectives(p, SPEC, 4, 64)) for p in placements) == (name in ("ula", "owner_computes"))

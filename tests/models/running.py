@@ -35,7 +35,7 @@ def load(family, mode="tp", size=1, **changes):
 @functools.cache
 def _load(family, mode, size, **changes):
     mesh, mtp = make_mesh(size), family != "deepseek_v2"
-    return load_checkpoint(GOLDEN / family, mesh, Parallel(mode, size), mtp=mtp, **changes), mesh
+    return load_checkpoint(GOLDEN / family, mesh, Parallel.of(mode, size), mtp=mtp, **changes), mesh
 
 
 def compiled(model, mesh, body, optimize=False):

@@ -127,8 +127,8 @@ def test_bad_changes_and_files(tmp_path):
 )
 def test_model_that_does_not_divide_says_what_to_do(changes, mode, size, message):
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_hub(hub(**changes)).check(Parallel(mode, size))
+        ModelConfig.from_hub(hub(**changes)).check(Parallel.of(mode, size))
 
 
 def test_dp_divides_experts_alone():
-    ModelConfig.from_hub(hub(num_attention_heads=6, vocab_size=255)).check(Parallel("dp", 4))
+    ModelConfig.from_hub(hub(num_attention_heads=6, vocab_size=255)).check(Parallel(dp=4))

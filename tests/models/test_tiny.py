@@ -32,7 +32,7 @@ def oracle():
 
 @pytest.fixture(scope="module")
 def model():
-    return load_checkpoint(TINY, make_mesh(1), Parallel("tp", 1), mtp=True)
+    return load_checkpoint(TINY, make_mesh(), Parallel(), mtp=True)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def found(model):
 
     tokens = oracle()["input_ids"]
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    run = compiled(model, make_mesh(1), body)
+    run = compiled(model, make_mesh(), body)
     return SimpleNamespace(**dict(zip(("logits", "drafts", "selected"), run(tokens, positions), strict=True)))
 
 
@@ -96,4 +96,4 @@ def test_it_is_small_and_says_what_it_is(model):
     assert (TINY / "README.md").read_text().startswith("---\nlicense:")
     assert config.vocab_size == 256
     assert (config.index_topk, config.num_layers, len(config.layer_groups)) == (128, 8, 4)
-    assert load_checkpoint(TINY, make_mesh(1), Parallel("tp", 1), dtype=jnp.bfloat16).mtp is None
+    assert load_checkpoint(TINY, make_mesh(), Parallel(), dtype=jnp.bfloat16).mtp is None

@@ -152,8 +152,8 @@ def test_kl_divergence():
 @pytest.fixture(scope="module")
 def learning():
     """Losses of one batch, the gradients of the language model's and of the indexers', and a naive forward's loss."""
-    config, mesh = ModelConfig.from_hub(SMALL), make_mesh(1)
-    model = init_model(config, mesh, Parallel("tp", 1), seed=0, mtp=True)
+    config, mesh = ModelConfig.from_hub(SMALL), make_mesh()
+    model = init_model(config, mesh, Parallel(), seed=0, mtp=True)
     attention = dataclasses.replace(WHOLE, sparse=True, imitate=True)
     tokens = np.random.default_rng(0).integers(0, 32, (2, LENGTH + 2)).astype(np.int32)
 

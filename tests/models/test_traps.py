@@ -218,7 +218,7 @@ def test_trap_16_shared_layers_have_no_indexer_and_the_mtp_layer_does():
     assert owners == [0, 1, 2, 6]
     assert model.mtp.block.self_attn.indexer is not None
     with pytest.raises(ValueError, match=r"layers\.3\.self_attn\.indexer"):
-        load_checkpoint(GOLDEN / "glm_moe_dsa_share", make_mesh(1), Parallel(), full_layers=(True,) * 8)
+        load_checkpoint(GOLDEN / "glm_moe_dsa_share", make_mesh(), Parallel(), full_layers=(True,) * 8)
 
 
 def test_trap_18_rope_parameters_and_rope_scaling_read_alike():

@@ -57,7 +57,7 @@ def checkpoint(tmp_path):
 
 
 def load_one(directory, **options):
-    return load_checkpoint(directory, make_mesh(1), Parallel(), **options)
+    return load_checkpoint(directory, make_mesh(), Parallel(), **options)
 
 
 @pytest.mark.parametrize(("mode", "size"), [("tp", 8), ("dp", 8), ("tp", 2)])
@@ -102,7 +102,7 @@ def test_each_device_reads_only_its_part(mode, monkeypatch):
         return value
 
     monkeypatch.setattr(TensorFiles, "read", spy)
-    load_checkpoint(GOLDEN / "glm_moe_dsa", make_mesh(8), Parallel(mode, 8))
+    load_checkpoint(GOLDEN / "glm_moe_dsa", make_mesh(8), Parallel.of(mode, 8))
     attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
     tp = mode == "tp"
     assert reads[f"{attention}q_b_proj.weight"] == ([(24, 48)] * 8 if tp else [(192, 48)])
@@ -135,11 +135,11 @@ def quantised(directory, target, rng):
 
 
 def test_trap_19_fp8_blocks_load_as_their_dequantised_values(tmp_path):
-    model = init_model(small_config(), make_mesh(1), Parallel(), seed=3)
+    model = init_model(small_config(), make_mesh(), Parallel(), seed=3)
     save_checkpoint(model, tmp_path / "made")
     quantised(tmp_path / "made", tmp_path, np.random.default_rng(0))
     for mode, size in (("tp", 8), ("dp", 2)):
-        mesh, parallel = make_mesh(size), Parallel(mode, size)
+        mesh, parallel = make_mesh(size), Parallel.of(mode, size)
         fp8 = load_checkpoint(tmp_path / "fp8", mesh, parallel)
         same(fp8, load_checkpoint(tmp_path / "plain", mesh, parallel))
     bf16 = load_one(tmp_path / "fp8", dtype=jnp.bfloat16)
@@ -220,7 +220,7 @@ def test_random_model_is_the_same_on_every_number_of_devices():
     equal = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "intermediate_size", "moe_intermediate_size"), 64)
     config = ModelConfig.from_hub(hub | equal)  # fewer shapes to compile
     layouts = [("tp", 1), ("tp", 8), ("dp", 4)]
-    models = [init_model(config, make_mesh(size), Parallel(mode, size), seed=7, mtp=True) for mode, size in layouts]
+    models = [init_model(config, make_mesh(size), Parallel.of(mode, size), seed=7, mtp=True) for mode, size in layouts]
     for other in models[1:]:
         same(models[0], other)
     assert len(models[1].layers[0].self_attn.w_uk[...].addressable_shards) == 8
@@ -230,5 +230,5 @@ def test_random_model_is_the_same_on_every_number_of_devices():
         expected = 1.0 if "embed" in name else 0.1 if value.ndim == 1 else value.shape[-1] ** -0.5
         expected = 0.05 if name.endswith("correction_bias") else expected
         assert 0.4 < value.std() / expected < 1.7, name
-    other = leaves(init_model(config, make_mesh(1), Parallel(), seed=8, mtp=True))
+    other = leaves(init_model(config, make_mesh(), Parallel(), seed=8, mtp=True))
     assert not any(np.array_equal(other[name], values[name]) for name in values)

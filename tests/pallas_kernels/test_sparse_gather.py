@@ -38,7 +38,7 @@ def random_words(rng, *shape):
 
 
 def on_host(array):
-    return jax.device_put(array, memory.sharding(make_mesh(1), jax.P(), host=True))
+    return jax.device_put(array, memory.sharding(make_mesh(), jax.P(), host=True))
 
 
 def run(name, *arguments, implementation="reference", donate=()):
@@ -454,7 +454,7 @@ def test_f9_rows_past_2_to_the_32_bytes(implementation):
     expected = np.where(np.asarray(slots)[:, None] == EMPTY, 0, np.asarray(rows))
     np.testing.assert_array_equal(run("gather", pool, 0, slots, implementation=implementation), expected)
     assert int(jnp.sum(jnp.any(pool[0] != 0, axis=1))) == 5, "no other row was written"
-    place = memory.sharding(make_mesh(1), jax.P(), host=True)
+    place = memory.sharding(make_mesh(), jax.P(), host=True)
     host = memory.zeros_on_host((shape.slots, shape.layers, shape.words), jnp.uint32, place)
     (host,) = run("write_back", (pool,), (host,), slots, slots, implementation=implementation, donate=1)
     np.testing.assert_array_equal(run("read_host", host, 0, slots, implementation=implementation), expected)

@@ -26,12 +26,12 @@ SMALL = dict(
 
 @cache
 def small_model(mode: str, devices: int):
-    return init_model(ModelConfig.from_hub(SMALL), make_mesh(devices), Parallel(mode, devices), seed=3)
+    return init_model(ModelConfig.from_hub(SMALL), make_mesh(devices), Parallel.of(mode, devices), seed=3)
 
 
 @cache
 def oracle_model(family: str, mode: str, devices: int):
-    return load_checkpoint(ORACLE / family, make_mesh(devices), Parallel(mode, devices))
+    return load_checkpoint(ORACLE / family, make_mesh(devices), Parallel.of(mode, devices))
 
 
 def make_engine(

@@ -90,7 +90,7 @@ class Harness:
     def __init__(self, name, policy, mode, devices, fmt, *, requests=2, topk=4, context=64, page=8, **parameters):
         if policy is not None:
             parameters["policy"] = make_policy(policy)
-        self.placement = make_placement(name, Parallel(mode, devices), **parameters)
+        self.placement = make_placement(name, Parallel.of(mode, devices), **parameters)
         self.spec = KVSpec(GROUPS, RowFormat(fmt, LATENT, ROPE), topk, 0, page, context)
         self.requests, self.devices, self.tp = requests, devices, mode == "tp"
         self.budget, self.capacity = self._smallest()

@@ -28,7 +28,7 @@ class TightUla(Ula):
     device_slots: int = 0
 
     def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
-        stripe, ranks = self.striping.devices, self.parallel.ranks
+        stripe, ranks = self.striping.devices, self.parallel.dp
         host = 1600 - (1600 + self.device_slots) % spec.page_size
         addresses = (self.device_slots + host) * stripe
         return Capacity(spec, ranks, addresses, self.device_slots, host, stripe)
@@ -41,7 +41,7 @@ class TightResidentHot(ResidentHot):
     device_slots: int = 0
 
     def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
-        return Capacity(spec, self.parallel.ranks, 1600, self.device_slots, 1600)
+        return Capacity(spec, self.parallel.dp, 1600, self.device_slots, 1600)
 
 
 def decode(mode: str, devices: int, rows: str, placement):
@@ -66,7 +66,7 @@ def decode(mode: str, devices: int, rows: str, placement):
 @pytest.mark.parametrize("rows", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize(("mode", "devices"), [("dp", 2), ("tp", 2), pytest.param("tp", 1, marks=pytest.mark.gpu)])
 def test_logits_equal_gpu_only_bit_for_bit(mode, devices, rows):
-    parallel = Parallel(mode, devices)
+    parallel = Parallel.of(mode, devices)
     expected, _, recorder = decode(mode, devices, rows, GpuOnly(parallel))
     last = CONTEXT - 2
     union = sum(len(recorder.selected[request][last][0]) for request in recorder.selected)
@@ -91,8 +91,8 @@ def test_logits_equal_gpu_only_bit_for_bit(mode, devices, rows):
 
 def test_the_comparison_can_fail():
     """Another row format must show up in the bits."""
-    one = decode("dp", 1, "fp32", GpuOnly(Parallel("dp", 1)))[0]
-    other = decode("dp", 1, "bf16", GpuOnly(Parallel("dp", 1)))[0]
+    one = decode("dp", 1, "fp32", GpuOnly(Parallel()))[0]
+    other = decode("dp", 1, "bf16", GpuOnly(Parallel()))[0]
     with pytest.raises(AssertionError):
         _assert_same_bits(one, other)
 

@@ -219,9 +219,9 @@ def test_a_budget_too_small_for_one_selection_is_refused(placement):
 def test_model_placement_and_mesh_must_agree():
     model = small_model("dp", 2)
     with pytest.raises(ValueError, match=r"model: expected it loaded for Parallel\(mode='tp', size=2"):
-        make_engine(model, GpuOnly(Parallel("tp", 2)), 100, 0)
+        make_engine(model, GpuOnly(Parallel(tp=2)), 100, 0)
     with pytest.raises(ValueError, match="mesh: expected 4 devices as the placement has, found 2"):
-        make_engine(model, GpuOnly(Parallel("dp", 4)), 100, 0)
+        make_engine(model, GpuOnly(Parallel(dp=4)), 100, 0)
 
 
 @pytest.mark.parametrize(("temperature", "tokens"), [(-1.0, 4), (0.0, 0)])

@@ -22,7 +22,7 @@ def tokens(placement, device_rows: int, host_rows: int) -> list[list[int]]:
 
 
 def test_outside_policy_and_placement_change_no_token():
-    parallel = Parallel("tp", 1)
+    parallel = Parallel()
     expected = tokens("gpu_only", 200, 0)
     assert tokens(make_placement(f"{EXAMPLES / 'host_only.py'}:HostOnly", parallel), 40, 200) == expected
     fifo = make_policy(f"{EXAMPLES / 'fifo.py'}:Fifo")

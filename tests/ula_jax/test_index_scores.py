@@ -63,7 +63,7 @@ def striped(devices, fmt, tables, steps, lengths):
             keys = index_keys.append(fmt, keys, jnp.asarray(addresses), jnp.asarray(new), striping, rank)
         query, weights = jnp.asarray(normal(2, 1, HEADS, DIM)), jnp.asarray(normal(2, 1, HEADS, seed=1))
         scored = index_keys.score(
-            keys, jnp.asarray(tables), PAGE, query, weights, jnp.asarray(lengths), striping, Parallel("tp", devices)
+            keys, jnp.asarray(tables), PAGE, query, weights, jnp.asarray(lengths), striping, Parallel(tp=devices)
         )
         return scored.scores[None], jax.tree.map(lambda lane: lane[None], keys)
 
@@ -117,7 +117,7 @@ def test_a_striped_score_has_the_bits_of_an_unstriped_one(dim, steps, rows):
         def body(shard):
             mine = jax.tree.map(lambda lane: lane[0], shard)
             scored = index_keys.score(
-                mine, table, PAGE, query, weights, lengths, striping, Parallel("tp", devices)
+                mine, table, PAGE, query, weights, lengths, striping, Parallel(tp=devices)
             )
             return scored.scores[None]
 
@@ -146,7 +146,7 @@ def selected(devices, gather, k, ranks):
 
     def body(shard):
         scored = index_keys.score(
-            (shard[0],), table, PAGE, query, weights, jnp.asarray(SEEN[:, None]), striping, Parallel("tp", devices),
+            (shard[0],), table, PAGE, query, weights, jnp.asarray(SEEN[:, None]), striping, Parallel(tp=devices),
             gather, max(k, ranks),
         )  # fmt: skip
         every = scored.scores[None] if scored.positions is None else jnp.zeros(1)

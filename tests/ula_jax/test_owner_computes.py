@@ -28,7 +28,7 @@ def test_parts_of_attention_merge_to_the_whole(parts):
 
 
 def decode(devices, placement, device_rows):
-    parallel = Parallel("tp", devices)
+    parallel = Parallel(tp=devices)
     config = ModelConfig.from_hub(SMALL | dict(num_attention_heads=8, n_routed_experts=8))
     engine = make_engine(
         init_model(config, make_mesh(devices), parallel, seed=3), placement(parallel), device_rows, 200,

@@ -72,10 +72,10 @@ def test_errors_say_what_was_expected(spec, message, file):
 
 
 def test_placements_by_name_and_from_a_file(file):
-    assert make_placement("hisparse:buffer=9", Parallel("dp", 2)) == HiSparse(Parallel("dp", 2), buffer=9)
-    found = make_placement(f"{file}:Mine:knob=3", Parallel("dp", 2))
+    assert make_placement("hisparse:buffer=9", Parallel(dp=2)) == HiSparse(Parallel(dp=2), buffer=9)
+    found = make_placement(f"{file}:Mine:knob=3", Parallel(dp=2))
     assert isinstance(found, GpuOnly)
-    assert (found.knob, found.parallel) == (3, Parallel("dp", 2))
+    assert (found.knob, found.parallel) == (3, Parallel(dp=2))
     with pytest.raises(ValueError, match=r"placement: expected one of \['gpu_only', .*found 'gpu'"):
         make_placement("gpu", Parallel())
     with pytest.raises(ValueError, match=r"placement: NoPlacement in .* lacks append, attend, capacity"):
@@ -86,7 +86,7 @@ def test_layouts_that_cannot_be(unchecked):
     with pytest.raises(ValueError, match="mode: expected 'dp' or 'tp', found 'pp'"):
         Parallel("pp")
     with pytest.raises(ValueError, match="devices: expected at least 1, found 0"):
-        Parallel("tp", 0)
+        Parallel(tp=0)
     with pytest.raises(ValueError, match=r"expected 1 to 8.*found 9.*device_count=9"):
         make_mesh(9)
     assert make_mesh(4).shape == {"kv": 4}
@@ -99,4 +99,4 @@ def test_a_platform_that_is_not_here_is_named(monkeypatch):
     monkeypatch.setattr("jax.devices", nothing)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(ValueError, match=r"JAX_PLATFORMS='cuda', found none \(Unable to init.*set JAX_PLATFORMS=cpu"):
-        make_mesh(1)
+        make_mesh()

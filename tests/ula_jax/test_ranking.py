@@ -87,7 +87,7 @@ def test_rows_ranks_and_margins_are_those_of_a_full_forward(seen):
     tokens = np.zeros((2, 42), np.int32)
     for request in engine.requests.values():
         tokens[request.id, : len(request.tokens)] = request.tokens
-    scores = forward(small_model("tp", 1), make_mesh(1), tokens).scores
+    scores = forward(small_model("tp", 1), make_mesh(), tokens).scores
     compared = resident = 0
     private = engine.runner.capacity.quotas is not None
     for rows, locations, groups in steps:

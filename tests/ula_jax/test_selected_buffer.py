@@ -18,7 +18,7 @@ LEAST = TOPK + 1
 
 def decode(devices, placement, device_rows, *, requests=3, rows="fp32", gather="scores"):
     """Requests come and go two at a time, so that addresses are used again. One step shape for prompt and output."""
-    parallel = Parallel("tp", devices)
+    parallel = Parallel(tp=devices)
     config = ModelConfig.from_hub(SMALL | dict(num_attention_heads=8, n_routed_experts=8))
     engine = make_engine(
         init_model(config, make_mesh(devices), parallel, seed=3), placement, device_rows, 300, rows=rows,
@@ -38,7 +38,7 @@ def rows_for(devices, buffer, requests=2):
 
 @pytest.mark.parametrize(("devices", "rows"), [(2, "fp8"), (4, "fp32"), (8, "bf16")])
 def test_logits_equal_gpu_only_bit_for_bit_with_a_buffer_that_evicts(devices, rows):
-    parallel = Parallel("tp", devices)
+    parallel = Parallel(tp=devices)
     expected, tokens, _ = decode(devices, GpuOnly(parallel), 3 * (PROMPT + NEW), rows=rows)
     placement, gather = Ula(parallel, buffer=LEAST), "candidates" if devices == 4 else "scores"
     found, same, engine = decode(devices, placement, rows_for(devices, LEAST), rows=rows, gather=gather)
@@ -57,7 +57,7 @@ def test_logits_equal_gpu_only_bit_for_bit_with_a_buffer_that_evicts(devices, ro
 @pytest.mark.parametrize("policy", ["lru", "clock", "pb_lru:rounds=4"])
 def test_a_buffer_that_holds_everything_fetches_only_what_is_new_to_it(policy):
     """After prefill every decode step finds all old rows: nothing comes from peers or the host."""
-    parallel, everything = Parallel("tp", 2), PROMPT + NEW
+    parallel, everything = Parallel(tp=2), PROMPT + NEW
     placement = Ula(parallel, make_policy(policy), buffer=everything)
     _, _, engine = decode(2, placement, rows_for(2, everything), requests=2)
     count = engine.totals["decode"].count
@@ -72,7 +72,7 @@ def test_a_buffer_that_holds_everything_fetches_only_what_is_new_to_it(policy):
 def test_buffers_of_all_devices_hold_the_rows_of_their_owners():
     """Word by word, wherever owners keep them."""
     devices = 4
-    _, _, engine = decode(devices, Ula(Parallel("tp", devices), LRU(), buffer=LEAST), rows_for(devices, LEAST))
+    _, _, engine = decode(devices, Ula(Parallel(tp=devices), LRU(), buffer=LEAST), rows_for(devices, LEAST))
     engine.submit(documents(1, PROMPT, seed=5)[0], greedy(NEW))
     for _ in range(PROMPT // 2 + 5):
         engine.step()
@@ -91,7 +91,7 @@ def test_buffers_of_all_devices_hold_the_rows_of_their_owners():
 
 
 def test_verify_finds_a_row_left_in_a_buffer():
-    _, _, engine = decode(2, Ula(Parallel("tp", 2), buffer=LEAST), rows_for(2, LEAST), requests=1)
+    _, _, engine = decode(2, Ula(Parallel(tp=2), buffer=LEAST), rows_for(2, LEAST), requests=1)
     verify.check(engine.placement, engine.runner.state, [np.zeros(0, np.int32)])
 
     def stale(path, leaf):
@@ -105,9 +105,9 @@ def test_verify_finds_a_row_left_in_a_buffer():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Ula(Parallel("dp", 2), buffer=64), "expected a buffer of 0 where a device owns all rows"),
-        (lambda: Ula(Parallel("tp", 1), buffer=64), "expected a buffer of 0 where a device owns all rows"),
-        (lambda: Ula(Parallel("tp", 2), make_policy("prefetch:policy=lru"), 64), "fetches nothing ahead"),
+        (lambda: Ula(Parallel(dp=2), buffer=64), "expected a buffer of 0 where a device owns all rows"),
+        (lambda: Ula(Parallel(), buffer=64), "expected a buffer of 0 where a device owns all rows"),
+        (lambda: Ula(Parallel(tp=2), make_policy("prefetch:policy=lru"), 64), "fetches nothing ahead"),
     ],
 )  # fmt: skip
 def test_buffers_that_cannot_be_are_refused(make, message):
@@ -116,6 +116,6 @@ def test_buffers_that_cannot_be_are_refused(make, message):
 
 
 def test_a_buffer_below_one_selection_is_refused_with_the_least():
-    _, _, engine = decode(2, Ula(Parallel("tp", 2), PBLRU(), LEAST), rows_for(2, LEAST), requests=1)
+    _, _, engine = decode(2, Ula(Parallel(tp=2), PBLRU(), LEAST), rows_for(2, LEAST), requests=1)
     with pytest.raises(ValueError, match=f"expected a buffer of at least {LEAST} rows .*, found {LEAST - 1}"):
-        Ula(Parallel("tp", 2), buffer=LEAST - 1).capacity(engine.spec, Budget(10**6, 10**6))
+        Ula(Parallel(tp=2), buffer=LEAST - 1).capacity(engine.spec, Budget(10**6, 10**6))

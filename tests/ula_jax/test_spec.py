@@ -55,7 +55,7 @@ def test_rows_needed_is_the_worst_case():
 
 @pytest.mark.parametrize(("mode", "ranks"), [("tp", 1), ("dp", 8)])
 def test_gpu_only_holds_whole_pages_of_rows_and_keys(mode, ranks):
-    found = make_placement("gpu_only", Parallel(mode, 8)).capacity(SPEC, Budget(device=100 * (72 + 64), host=10**6))
+    found = make_placement("gpu_only", Parallel.of(mode, 8)).capacity(SPEC, Budget(device=100 * (72 + 64), host=10**6))
     assert found == Capacity(SPEC, ranks, addresses=96, device_slots=96, host_slots=0)
     assert found.tokens == 96 * ranks
     assert found.requests(48) == 2 * ranks
@@ -67,7 +67,7 @@ def test_gpu_only_holds_whole_pages_of_rows_and_keys(mode, ranks):
 def test_hisparse_holds_a_buffer_a_request_and_the_history_on_the_host(mode, ranks):
     """24 rows of 72 and 64 keys of 64 bytes a request: 5824 of 20,000 device bytes go three times. 200 host rows are
     twelve pages; the 14,816 bytes beside the buffers hold keys of 231."""
-    placement = make_placement("hisparse", Parallel(mode, 8))
+    placement = make_placement("hisparse", Parallel.of(mode, 8))
     found = placement.capacity(SPEC, Budget(device=20_000, host=200 * 72))
     assert found == Capacity(SPEC, ranks, addresses=192, device_slots=72, host_slots=192, quotas=3)
     assert found.requests(64) == 3 * ranks
@@ -80,7 +80,7 @@ def test_hisparse_holds_a_buffer_a_request_and_the_history_on_the_host(mode, ran
 
 def test_ula_adds_the_tiers_up():
     """20,000 device bytes, keys of 200 host rows taken off: 7200 hold 52 rows with their keys."""
-    alone = make_placement("ula", Parallel("dp", 8)).capacity(SPEC, Budget(device=20_000, host=200 * 72))
+    alone = make_placement("ula", Parallel(dp=8)).capacity(SPEC, Budget(device=20_000, host=200 * 72))
     assert alone == Capacity(SPEC, 8, addresses=240, device_slots=52, host_slots=188, working_set=52, resident=52)
     assert alone.requests(64) == 3 * 8
     assert alone.requests(16) == 5 * 8  # five selections of nine in 52 rows
@@ -89,12 +89,12 @@ def test_ula_adds_the_tiers_up():
     assert alone.fits([16] * 5)
     assert not alone.fits([16] * 6)
     long = replace(SPEC, max_context=640)
-    striped = make_placement("ula", Parallel("tp", 8)).capacity(long, Budget(device=20_000, host=200 * 72))
+    striped = make_placement("ula", Parallel(tp=8)).capacity(long, Budget(device=20_000, host=200 * 72))
     rows = dict(device_slots=52, host_slots=200, working_set=52, resident=52)
     assert striped == Capacity(long, 1, addresses=2016, stripe=8, **rows)
     assert striped.requests(640) == 3
     assert striped.requests(64) == 6  # 2016 addresses would hold 31; 8 rows each of one device's 52
-    everything = make_placement("ula", Parallel("dp", 1)).capacity(SPEC, Budget(device=20_000))
+    everything = make_placement("ula", Parallel()).capacity(SPEC, Budget(device=20_000))
     assert everything == Capacity(SPEC, 1, addresses=144, device_slots=144, host_slots=0, working_set=None)
 
 
@@ -103,10 +103,10 @@ def test_ula_leaves_host_rows_unused_that_no_step_could_reach():
     the 38 device slots serve as many selections of nine as there are contexts of 64. Striped over eight devices any
     64 tokens may be selected as a whole: no host row helps."""
     budget = Budget(device=20_000, host=1000 * 72)
-    alone = make_placement("ula", Parallel("dp", 1)).capacity(SPEC, budget)
+    alone = make_placement("ula", Parallel()).capacity(SPEC, budget)
     assert (alone.device_slots, alone.host_slots, alone.addresses) == (38, 218, 256)
     assert alone.requests(64) == 38 // 9 == 256 // 64
-    striped = make_placement("ula", Parallel("tp", 8)).capacity(SPEC, budget)
+    striped = make_placement("ula", Parallel(tp=8)).capacity(SPEC, budget)
     assert (striped.device_slots, striped.host_slots, striped.addresses) == (146, 0, 8 * 146)
 
 
@@ -115,7 +115,7 @@ def test_resident_hot_holds_what_the_host_holds_or_else_what_the_device_does(mod
     """200 host rows are twelve pages, the keys of which leave 107 rows of 20,000 device bytes. Of 1000 host rows 269
     (sixteen pages) could all be decoded: a selection of nine in 50 rows for each context of 64. 147 rows fit beside
     their keys: a host of 150 holds no page more."""
-    placement = make_placement("resident_hot", Parallel(mode, 8))
+    placement = make_placement("resident_hot", Parallel.of(mode, 8))
     found = placement.capacity(SPEC, Budget(device=20_000, host=200 * 72))
     rows = dict(device_slots=107, host_slots=192, working_set=107, resident=107)
     assert found == Capacity(SPEC, ranks, addresses=192, **rows)
@@ -130,7 +130,7 @@ def test_resident_hot_holds_what_the_host_holds_or_else_what_the_device_does(mod
 @pytest.mark.parametrize("name", ["hisparse", "resident_hot", "ula"])
 def test_more_host_memory_never_refuses_what_less_allows(name):
     """Keys of host rows leave the device room for a selection."""
-    placement = make_placement(name, Parallel("dp", 1))
+    placement = make_placement(name, Parallel())
     for device in range(600, 8000, 72):
         held = []
         for host in (0, 20, 64, 10_000):
@@ -143,7 +143,7 @@ def test_more_host_memory_never_refuses_what_less_allows(name):
 
 def test_f18_a_stripe_holds_what_one_rank_cannot():
     spec = KVSpec(((0,),), RowFormat("bf16", 8, 4), topk=8, index_dim=0, page_size=4, max_context=320)
-    found = make_placement("ula", Parallel("tp", 4)).capacity(spec, Budget(device=20 * 24, host=80 * 24))
+    found = make_placement("ula", Parallel(tp=4)).capacity(spec, Budget(device=20 * 24, host=80 * 24))
     assert (found.device_slots + found.host_slots, found.addresses) == (100, 400)
     assert found.fits([300])
 
@@ -155,7 +155,7 @@ def test_capacity_never_exceeds_the_budget(name):
     layouts = (("dp", 1), ("tp", 2), ("tp", 8))
     for (mode, devices), topk, page, keys in itertools.product(layouts, (4, 40), (8, 16), (0, 16)):
         spec = KVSpec(SPEC.groups, SPEC.row, topk, keys, page, 40)
-        placement = make_placement(name, Parallel(mode, devices))
+        placement = make_placement(name, Parallel.of(mode, devices))
         for device, host in itertools.product(range(16, 300, 17), (0, 1, 20, 63, 200)):
             budget = Budget(device * 72 + 7, host * 72)
             try:
@@ -177,13 +177,13 @@ def test_capacity_never_exceeds_the_budget(name):
 def test_a_budget_below_one_page_or_one_selection_is_refused(name, rows):
     spec = KVSpec(SPEC.groups, SPEC.row, 8 if rows < 9 else 4, 0, 16, 64)
     with pytest.raises(ValueError, match=f"{name}: .*budget"):
-        make_placement(name, Parallel("dp", 1)).capacity(spec, Budget(rows * 72))
+        make_placement(name, Parallel()).capacity(spec, Budget(rows * 72))
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_a_budget_that_is_too_small_is_refused_with_settings_that_fit(name):
     """Each of them, and none of its neighbours."""
-    placement, spec = make_placement(name, Parallel("tp", 2)), replace(SPEC, page_size=2)
+    placement, spec = make_placement(name, Parallel(tp=2)), replace(SPEC, page_size=2)
     budget = Budget(device=700, host=64 * 72)
     with pytest.raises(ValueError, match=r"^[^(]*: .*expected [^(]*, found [^(]* \(what would fit: [^(]*\)$") as error:
         fitting(placement, spec, budget)
@@ -204,7 +204,7 @@ def test_a_budget_that_is_too_small_is_refused_with_settings_that_fit(name):
 
 def test_settings_that_no_memory_mends_are_refused_as_they_are():
     with pytest.raises(ValueError, match=r"found 16; use 15$"):
-        fitting(make_placement("ula", Parallel("tp", 3)), SPEC, Budget(10**6))
+        fitting(make_placement("ula", Parallel(tp=3)), SPEC, Budget(10**6))
 
 
 def test_the_longest_request():
@@ -224,4 +224,4 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="page_size and max_context of at least 1, found 0 and 64"):
         KVSpec(SPEC.groups, SPEC.row, 8, 16, 0, 64)
     with pytest.raises(ValueError, match="page_size: expected a multiple of the 3 devices of a stripe, found 16"):
-        make_placement("ula", Parallel("tp", 3)).capacity(SPEC, Budget(10**6))
+        make_placement("ula", Parallel(tp=3)).capacity(SPEC, Budget(10**6))

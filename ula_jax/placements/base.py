@@ -219,7 +219,7 @@ def fitting(placement: Placement, spec: KVSpec, budget: Budget) -> Capacity:
         raise ValueError(f"{wrong} (what would fit: {', or '.join(ways)})" if ways else str(wrong)) from wrong
 
 
-def decodable(spec: KVSpec, device_bytes: int, stripe: int = 1) -> int:
+def decodable(spec: KVSpec, device_bytes: int, striping: Striping = Striping()) -> int:
     """Rows of history of one device beyond which more history means fewer requests.
 
     Index keys of all n rows lie on the device, and so must all that one step may select. With f the largest share of a
@@ -227,7 +227,7 @@ def decodable(spec: KVSpec, device_bytes: int, stripe: int = 1) -> int:
     fit. Where n is less than a request, the keys leave room for one selection.
     """
     row, key, context = spec.row_bytes, spec.index_bytes, spec.max_context
-    share = min(1.0, spec.rows_needed(context, stripe=stripe) * stripe / context)
+    share = min(1.0, spec.rows_needed(context, striping=striping) * striping.devices / context)
     rows = int(device_bytes / (share * row + key))
     return min(rows, max(0, device_bytes - spec.rows_needed(context) * row) // key) if key else rows
 

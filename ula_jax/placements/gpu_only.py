@@ -35,7 +35,7 @@ class GpuOnly:
     def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
         slots = whole_pages(budget.device // (spec.row_bytes + spec.index_bytes), spec)
         check_room("gpu_only", slots, spec, budget)
-        return Capacity(spec, self.parallel.ranks, slots, slots, 0)
+        return Capacity(spec, self.parallel.dp, slots, slots, 0)
 
     def init(self, spec: KVSpec, budget: Budget) -> tuple[Group, ...]:
         slots = self.capacity(spec, budget).device_slots

@@ -67,7 +67,7 @@ class HiSparse:
             )
         if spec.index_bytes:  # what the buffers leave holds index keys
             host = min(host, whole_pages((budget.device - quotas * buffer * spec.row_bytes) // spec.index_bytes, spec))
-        return Capacity(spec, self.parallel.ranks, host, quotas * buffer, host, quotas=quotas)
+        return Capacity(spec, self.parallel.dp, host, quotas * buffer, host, quotas=quotas)
 
     def init(self, spec: KVSpec, budget: Budget) -> tuple[Group, ...]:
         size = self.capacity(spec, budget)

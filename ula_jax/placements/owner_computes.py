@@ -11,6 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from ula_jax.parallel import TP
 from ula_jax.placements.base import Attended, Counters, Query, Readable, Selection, attend_slots, merged
 from ula_jax.placements.ula import Ula
 from ula_jax.pool import Group
@@ -33,10 +34,9 @@ class OwnerComputes(Ula):
     def attend(self, group: Group, layer: int, readable: Readable, query: Query) -> Attended:
         if self.striping.devices == 1:
             return super().attend(group, layer, readable, query)
-        axis = self.parallel.axis
-        heads = jax.lax.all_gather(query.vectors, axis, axis=2, tiled=True)
+        heads = jax.lax.all_gather(query.vectors, TP, axis=2, tiled=True)
         mine = attend_slots(replace(query, vectors=heads), group.device, layer, readable.locations)
         parts = jnp.concatenate([mine.output, mine.lse[..., None]], axis=-1)
-        parts = jax.lax.all_to_all(parts, axis, split_axis=2, concat_axis=0, tiled=True)
+        parts = jax.lax.all_to_all(parts, TP, split_axis=2, concat_axis=0, tiled=True)
         parts = parts.reshape(self.striping.devices, -1, *parts.shape[1:])
         return merged(Attended(parts[..., :-1], parts[..., -1]))

@@ -60,10 +60,10 @@ class ResidentHot:
         host = whole_pages(min(budget.host // spec.row_bytes, decodable(spec, budget.device)), spec)
         if host <= device:
             check_room("resident_hot", device, spec, budget)
-            return Capacity(spec, self.parallel.ranks, device, device, 0)
+            return Capacity(spec, self.parallel.dp, device, device, 0)
         device = (budget.device - host * spec.index_bytes) // spec.row_bytes
         check_room("resident_hot", device, spec, budget)
-        return Capacity(spec, self.parallel.ranks, host, device, host, working_set=device, resident=device)
+        return Capacity(spec, self.parallel.dp, host, device, host, working_set=device, resident=device)
 
     def init(self, spec: KVSpec, budget: Budget) -> tuple[Group, ...]:
         size = self.capacity(spec, budget)

@@ -1,6 +1,6 @@
 """UlaCache: one address space over the pools of all devices and the host, every row stored once.
 
-DP: a device pool and a host pool per device, shared by all its requests. TP: address t belongs to device t mod P and
+DP: a device pool and a host pool per device, shared by all its requests. TP: addresses are striped over the devices and
 rows are fetched from their owners, in every step or into a selected buffer. Device and host hold disjoint rows: a miss
 takes its victim's device slot and leaves its host slot to the victim.
 """
@@ -13,7 +13,7 @@ import jax
 
 from ula_jax import mapping as maps
 from ula_jax import pool
-from ula_jax.parallel import Parallel
+from ula_jax.parallel import TP, Parallel
 from ula_jax.placements import selected_buffer, shared_pool
 from ula_jax.placements.base import (
     Attended,
@@ -40,11 +40,13 @@ class Ula:
 
     `buffer`, under TP: rows per request of each device's selected buffer, at least a selection and the new row; 0 means
     none, and that every selected row is fetched from its owner in every step. All requests share it.
+    `stripe`, under TP: neighbouring addresses that one device owns.
     """
 
     parallel: Parallel = Parallel()
     policy: Policy[Any] = PBLRU()
     buffer: int = 0
+    stripe: int = 1
     exclusive: ClassVar[bool] = True
     name: ClassVar[str] = "ula"
 
@@ -62,7 +64,7 @@ class Ula:
 
     @property
     def striping(self) -> Striping:
-        return Striping(self.parallel.size if self.parallel.tp else 1)
+        return Striping(self.parallel.tp, self.stripe if self.parallel.tp > 1 else 1)
 
     def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
         """With a buffer, it has slots for as many requests of full length as then still fit beside it, at least one."""
@@ -87,19 +89,19 @@ class Ula:
         return self._capacity(spec, budget, max(1, requests) * self.buffer)
 
     def _capacity(self, spec: KVSpec, budget: Budget, buffer: int | None) -> Capacity:
-        stripe = self.striping.devices
-        self.striping.check_page(spec.page_size)
+        striping = self.striping
+        striping.check_page(spec.page_size)
         room = budget.device - (buffer or 0) * spec.row_bytes
         check_room(self.name, room // (spec.row_bytes + spec.index_bytes), spec, budget)
-        rows = decodable(spec, room, stripe)
+        rows = decodable(spec, room, striping)
         host = max(0, rows - (room - rows * spec.index_bytes) // spec.row_bytes)
         host = min(budget.host // spec.row_bytes, host)
         device = (room - host * spec.index_bytes) // (spec.row_bytes + spec.index_bytes)
-        surplus = (device + host) % (spec.page_size // stripe)
+        surplus = (device + host) % (spec.page_size // striping.devices)
         host, device = host - min(host, surplus), device - max(0, surplus - host)
         check_room(self.name, device, spec, budget)
         return Capacity(
-            spec, self.parallel.ranks, (device + host) * stripe, device, host, stripe,
+            spec, self.parallel.dp, (device + host) * striping.devices, device, host, striping,
             working_set=device if host else None, buffer_slots=buffer, resident=device if host else None,
         )  # fmt: skip
 
@@ -120,8 +122,7 @@ class Ula:
     def resolve(self, group: Group, selection: Selection) -> tuple[Readable, Group, Counters]:
         if not self.buffer:
             return self._resolve(group, selection)
-        axis = self.parallel.axis
-        return selected_buffer.resolve(self._resolve, self.policy, self.striping, axis, group, selection)
+        return selected_buffer.resolve(self._resolve, self.policy, self.striping, TP, group, selection)
 
     def _resolve(self, group: Group, selection: Selection) -> tuple[Readable, Group, Counters]:
         """Make rows readable on the devices that own them."""
@@ -141,7 +142,7 @@ class Ula:
         if self.buffer:
             return attend_slots(query, group.buffer.device, layer, readable.locations)
         rows = pool.read(group, layer, readable.locations.reshape(-1))
-        rows = jax.lax.psum(rows, self.parallel.axis)  # every row has one owner and is zero elsewhere: the sum is exact
+        rows = jax.lax.psum(rows, TP)  # every row has one owner and is zero elsewhere: the sum is exact
         return attend_rows(query, rows, readable.valid)
 
     def release(self, group: Group, addresses: Slots) -> Group:
@@ -151,4 +152,4 @@ class Ula:
         return replace(group, mapping=mapping, policy=self.policy.forget(group.policy, slots))
 
     def _rank(self) -> Scalar | int:
-        return jax.lax.axis_index(self.parallel.axis) if self.striping.devices > 1 else 0
+        return jax.lax.axis_index(TP) if self.striping.devices > 1 else 0
