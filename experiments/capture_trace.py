@@ -55,7 +55,8 @@ def run(config: Config) -> dict[str, Any]:
         config = Config(**{**vars(config), "requests": 2, "prompt": 512, "new_tokens": 17, "smoke": False})
     if config.new_tokens < 3:
         raise UserError(f"new_tokens: expected at least 3 (two rounds), found {config.new_tokens}; decode more")
-    parallel, mesh = Parallel(config.mode, config.devices), make_mesh(config.devices)
+    parallel = Parallel.of(config.mode, config.devices)
+    mesh = make_mesh(parallel)
     model = load_checkpoint(config.model, mesh, parallel)
     documents = config.documents or held_out_files()
     prompts = read_documents(documents, config.prompt, config.requests)

@@ -122,9 +122,9 @@ def run(config: Config) -> dict[str, Any]:
     with progress_bar("tokens") as progress:
         for mode in config.modes:
             # One decode shape for all rows of a mode: a token's arithmetic is then the same in each.
-            share = -(-held[mode] // (1 if mode == "tp" else config.devices))
             parallel = Parallel.of(mode, config.devices)
-            model = load_checkpoint(config.model, make_mesh(config.devices), parallel, **changes)
+            share = -(-held[mode] // parallel.dp)
+            model = load_checkpoint(config.model, make_mesh(parallel), parallel, **changes)
             reference: dict[int, list[int]] | None = None
             for row in rows:
                 if row.mode != mode:
@@ -150,7 +150,7 @@ def plan(config: Config) -> list[Row]:
     rows = []
     for mode in config.modes:
         for name in names:
-            alone = name == "ula" and mode == "tp" and config.budget_host
+            alone = name == "ula" and Parallel.of(mode, config.devices).tp > 1 and config.budget_host
             hosts = (0, config.budget_host) if alone else (config.budget_host,)
             hosts = (0,) if name == "gpu_only" else hosts
             rows += [Row(name, mode, config.devices, config.budget_device, host) for host in hosts]
@@ -173,8 +173,8 @@ def decode(row: Row, config: Config, model: Decoder, spec: KVSpec, prompts, max_
         placement(row, config),
         spec,
         Budget(row.budget_device, row.budget_host),
-        make_mesh(config.devices),
-        EngineConfig(max_requests=max_requests, prefill_rows=4 if row.mode == "tp" else 1, prefill_chunk=64),
+        make_mesh(model.parallel),
+        EngineConfig(max_requests=max_requests, prefill_rows=1 if model.parallel.dp > 1 else 4, prefill_chunk=64),
         vocab_size=model.config.vocab_size,
     )
     params = SamplingParams(max_tokens=config.new_tokens)

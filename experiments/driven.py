@@ -21,7 +21,7 @@ from models.draws import normal
 from ula_jax import index_keys, memory
 from ula_jax.address import PageAllocator, addresses_of, page_table
 from ula_jax.history import Batch, KVState
-from ula_jax.parallel import AXIS
+from ula_jax.parallel import DP
 from ula_jax.placements.base import Selection
 from ula_jax.report import UserError, replacing
 from ula_jax.runner import Runner, StepOutput
@@ -110,7 +110,7 @@ class Requests:
         table = np.stack([page_table(held, spec.table_width) for held in self.pages])
         ones = np.ones((1, batch), np.int32)
         # Everywhere the shardings that a step's own output has: any other compiles the step once more.
-        put = partial(jax.device_put, device=memory.sharding(runner.mesh, P(AXIS)))
+        put = partial(jax.device_put, device=memory.sharding(runner.mesh, P(DP)))
         self._fixed = put((ones, table[None], np.arange(batch, dtype=np.int32)[None]))
         self._tokens, self._start = put((0 * ones, self.histories[None]))
         self._sampling = put(Sampling(np.zeros((1, batch), np.float32), 0 * ones))

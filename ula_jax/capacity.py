@@ -209,8 +209,8 @@ def run(config: Config) -> dict[str, Any]:
         left = node.device_bytes * config.usable - weights
         if left <= 0:
             raise UserError(
-                f"hardware: expected more than the {weights / 1e9:.1f} GB of weights on each device ({parallel.mode}), found "
-                f"{node.device_bytes * config.usable / 1e9:.1f} usable; take more devices or larger ones"
+                f"hardware: expected more than the {weights / 1e9:.1f} GB of weights on each device ({parallel.mode}), "
+                f"found {node.device_bytes * config.usable / 1e9:.1f} usable; take more devices or larger ones"
             )
         budget = Budget(int(left), int(node.host_bytes))
         rows += [plan(name, parallel, spec, budget, config.context, weights) for name in names(config, parallel)]

@@ -14,6 +14,7 @@ import numpy as np
 from pallas_kernels.pytree import pytree
 from ula_jax import index_keys
 from ula_jax.index_keys import Gather, Keys
+from ula_jax.parallel import TP
 from ula_jax.placements.base import Counters, Placement, Query, Readable, Selection
 from ula_jax.policies.base import depth, margins
 from ula_jax.spec import KVSpec

@@ -120,7 +120,8 @@ def score(
     """Score the first `lengths` positions, which are those that each token sees. Gathering `candidates`, only the best
     `most` of each device are there: all of the best `most` among them.
 
-    A device owns a P-th of the rows of each page, so its part is paged like the whole, with pages of a P-th of the size.
+    A device owns a P-th of the rows of each page, so its part is paged like the whole, with pages of a P-th of the
+    size.
 
     Under TP positions are scored in as many parts as there are devices, part r being positions r mod P, whether one
     device has all parts or each its own: the shape of an XLA product decides the order of its sums, and so its bits.

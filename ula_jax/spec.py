@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from ula_jax.index_keys import KeyFormat
 from ula_jax.rows import FormatName, RowFormat
-from ula_jax.striping import Striping
+from ula_jax.striping import UNSTRIPED, Striping
 
 
 @runtime_checkable
@@ -103,11 +103,11 @@ class KVSpec:
         """Bytes of one token that stay on the device: its index keys, and what a draft layer has of it."""
         return len(self.groups) * self.index_key.nbytes + self.draft_bytes
 
-    def rows_needed(self, context: int, tokens: int = 1, striping: Striping = Striping()) -> int:
+    def rows_needed(self, context: int, tokens: int = 1, striping: Striping = UNSTRIPED) -> int:
         """Most distinct rows that one device must hold for a step of `tokens` tokens ending at `context`.
 
-        Each token needs its selection and its own row; under striping a device owns a part of the positions. The worst case (all
-        selected rows on one owner) is meant: no step may ever find the pool too small.
+        Each token needs its selection and its own row; under striping a device owns a part of the positions. The worst
+        case (all selected rows on one owner) is meant: no step may ever find the pool too small.
         """
         return min(striping.share(context), tokens * (min(self.topk, context) + 1))
 
@@ -123,7 +123,7 @@ class Capacity:
     device_slots: int
     """Slots of one layer group on one device."""
     host_slots: int
-    striping: Striping = Striping()
+    striping: Striping = UNSTRIPED
     """Devices that share one address space, and how."""
     quotas: int | None = None
     """Requests that can hold a private hot buffer, for placements that give each one."""
@@ -165,7 +165,7 @@ class Capacity:
     @property
     def _limits(self) -> list[tuple[int, Striping]]:
         """Rows that a step may need, and how they are dealt out."""
-        limits = ((self.working_set, self.striping), (self.buffer_slots, Striping()))
+        limits = ((self.working_set, self.striping), (self.buffer_slots, UNSTRIPED))
         return [(most, striping) for most, striping in limits if most is not None]
 
     def requests(self, context: int) -> int:

@@ -30,8 +30,8 @@ class Striping:
             nearest = max(1, round(page_size / self.period)) * self.period
             narrower = [n for n in range(1, self.width) if page_size % (n * self.devices) == 0]
             raise ValueError(
-                f"page_size: expected a multiple of the {self.period} addresses that a stripe of {self.devices} devices "
-                f"deals out in a round, found {page_size}; use {nearest}"
+                f"page_size: expected a multiple of the {self.period} addresses that a stripe deals out over "
+                f"{self.devices} devices, found {page_size}; use {nearest}"
                 + (f", or a stripe {narrower[-1]} wide" if narrower else "")
             )
 
@@ -61,3 +61,6 @@ class Striping:
         """What the devices have of a run of positions, [..., own positions, devices] -> [..., positions]."""
         blocks = parts.reshape(*parts.shape[:-2], -1, self.width, self.devices)
         return blocks.swapaxes(-1, -2).reshape(*parts.shape[:-2], -1)
+
+
+UNSTRIPED = Striping()

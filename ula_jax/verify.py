@@ -143,7 +143,7 @@ def _local(placement: Placement, live: list[np.ndarray], device: int) -> np.ndar
     rank, place = divmod(device, placement.parallel.tp)
     if placement.striping.devices == 1:
         return live[rank]
-    local = np.asarray(placement.striping.local(live[rank], place))
+    local = np.asarray(placement.striping.local(jnp.asarray(live[rank]), place))
     return local[local != EMPTY]
 
 

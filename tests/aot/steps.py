@@ -76,7 +76,7 @@ class Step:
         tokens = batch * steps
         hidden, layers = 4 * config.hidden_size, config.num_layers
         found: Counter[tuple[str, int]] = Counter()
-        if placement.parallel.tp:
+        if placement.parallel.dp == 1:
             found["all-reduce", tokens * hidden] += 2 * layers  # attention output; MLP or experts
             found["all-gather", batch * 4 * config.vocab_size] += 1  # logits
         else:
@@ -112,7 +112,8 @@ def _runner(name: str, mode: str, rows: FormatName, gather: Gather) -> tuple[Run
     config = ModelConfig.from_hub(
         GOLDEN, num_layers=3, sparse_layers=(False, True, True), full_layers=(True, True, False)
     )
-    parallel, mesh = Parallel.of(mode, DEVICES), make_mesh(DEVICES)
+    parallel = Parallel.of(mode, DEVICES)
+    mesh = make_mesh(parallel)
     spec = KVSpec.of(config, rows=rows, max_context=512)
     keys = (DEVICE_SLOTS + HOST_SLOTS) * spec.index_bytes
     budget = Budget(DEVICE_SLOTS * spec.row_bytes + keys, HOST_SLOTS * spec.row_bytes)

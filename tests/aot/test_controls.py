@@ -13,7 +13,8 @@ from tests.aot.h200 import compile_step
 from tests.aot.hlo import Shape, collectives, host_programs, large_buffers, unaliased
 from tests.aot.steps import DEVICES, read
 from ula_jax import memory, pool
-from ula_jax.parallel import AXIS, make_mesh
+from ula_jax.parallel import DEVICES as AXES
+from ula_jax.parallel import TP, Parallel, make_mesh
 from ula_jax.rows import RowFormat
 
 pytestmark = pytest.mark.aot
@@ -27,16 +28,16 @@ HOST_LANE = Shape("u32", (1, SLOTS, LAYERS, WORDS), True)
 
 def over_devices(function, *args, host=(), donate=()):
     """(program, bytes of temporary memory) of `function` on each device's part of arrays [devices, ...]."""
-    mesh = make_mesh(DEVICES)
+    mesh = make_mesh(Parallel(tp=DEVICES))
 
     def local(*parts):
         results = function(*(part[0] for part in parts))
         return jax.tree.map(lambda leaf: jax.lax.expand_dims(leaf, (0,)), results)
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
     given = [
         jax.ShapeDtypeStruct(
-            (DEVICES, *shape), dtype, sharding=memory.sharding(mesh, P(AXIS), host=number in host)
+            (DEVICES, *shape), dtype, sharding=memory.sharding(mesh, P(AXES), host=number in host)
         )
         for number, (shape, dtype) in enumerate(args)
     ]
@@ -142,14 +143,14 @@ def test_a_pool_on_the_wrong_side_is_found():
 
 def test_history_gathered_from_all_devices_is_found():
     """The stripe axis reshaped away: XLA then gathers the array before it reads a few rows of it."""
-    mesh = make_mesh(DEVICES)
+    mesh = make_mesh(Parallel(tp=DEVICES))
 
     @jax.jit
     def take(rows, positions):
         return rows.reshape(-1, WORDS)[positions]
 
     rows = jax.ShapeDtypeStruct(
-        (SLOTS, DEVICES, WORDS), jnp.uint32, sharding=NamedSharding(mesh, P(None, AXIS, None))
+        (SLOTS, DEVICES, WORDS), jnp.uint32, sharding=NamedSharding(mesh, P(None, TP, None))
     )
     positions = jax.ShapeDtypeStruct((ROWS,), jnp.int32, sharding=NamedSharding(mesh, P()))
     program, _ = read(compile_step(take, rows, positions, devices=DEVICES))

@@ -89,7 +89,7 @@ def test_budgets_are_kept():
                 if name == "hisparse" and not host:
                     continue
                 size = make_placement(name, Parallel.of(mode, 8)).capacity(spec, Budget(2_400_000, host))
-                keys = size.addresses // size.stripe * spec.index_bytes
+                keys = size.addresses // size.striping.devices * spec.index_bytes
                 assert size.device_slots * spec.row_bytes + keys <= 2_400_000
                 assert size.host_slots * spec.row_bytes <= host
 

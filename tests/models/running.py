@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from models import load_checkpoint
 from models.layers import rope_angles
 from tests.models.naive_history import NaiveHistory
-from ula_jax.parallel import AXIS, Parallel, make_mesh
+from ula_jax.parallel import DP, Parallel, make_mesh
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "oracle"
 FAMILIES = ("glm_moe_dsa", "glm_moe_dsa_share", "deepseek_v32", "deepseek_v3", "deepseek_v2")
@@ -34,8 +34,9 @@ def load(family, mode="tp", size=1, **changes):
 
 @functools.cache
 def _load(family, mode, size, **changes):
-    mesh, mtp = make_mesh(size), family != "deepseek_v2"
-    return load_checkpoint(GOLDEN / family, mesh, Parallel.of(mode, size), mtp=mtp, **changes), mesh
+    parallel, mtp = Parallel.of(mode, size), family != "deepseek_v2"
+    mesh = make_mesh(parallel)
+    return load_checkpoint(GOLDEN / family, mesh, parallel, mtp=mtp, **changes), mesh
 
 
 def compiled(model, mesh, body, optimize=False):
@@ -44,7 +45,7 @@ def compiled(model, mesh, body, optimize=False):
     Compiling takes nearly all of the time of these tests, and LLVM's optimisations half of that.
     """
     graphdef, state = nnx.split(model)
-    batch = P() if model.parallel.tp else P(AXIS)
+    batch = P(DP)
 
     def local(state, arrays):
         return body(nnx.merge(graphdef, state), *arrays)

@@ -117,12 +117,12 @@ def test_bad_changes_and_files(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "mode", "size", "message"),
     [
-        ({}, "tp", 3, r"experts: expected a multiple of the 3 devices, found 8; use a number of devices"),
+        ({}, "tp", 3, r"experts: expected a multiple of the 3 devices, found 8; use 2 devices"),
         ({}, "dp", 3, r"experts: expected a multiple of the 3 devices, found 8"),
-        ({"num_attention_heads": 6}, "tp", 4, r"attention heads: .* the 4 devices, found 6; .* or mode='dp'"),
-        ({"vocab_size": 255}, "tp", 2, r"vocabulary: expected a multiple of the 2 devices, found 255"),
-        ({"intermediate_size": 95}, "tp", 2, r"intermediate_size: .* the 2 devices, found 95"),
-        ({"moe_intermediate_size": 31}, "tp", 2, r"shared expert width: .* the 2 devices, found 31"),
+        ({"num_attention_heads": 6}, "tp", 4, r"attention heads: .* 4 devices .* 6; use tp=3, with a mode like '2x3'"),
+        ({"vocab_size": 255}, "tp", 2, r"vocabulary: expected a multiple of the 2 devices .*, found 255; use tp=1"),
+        ({"intermediate_size": 95}, "tp", 2, r"intermediate_size: .* the 2 devices that share it, found 95"),
+        ({"moe_intermediate_size": 31}, "tp", 2, r"shared expert width: .* the 2 devices that share it, found 31"),
     ],
 )
 def test_model_that_does_not_divide_says_what_to_do(changes, mode, size, message):

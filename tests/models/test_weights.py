@@ -102,7 +102,7 @@ def test_each_device_reads_only_its_part(mode, monkeypatch):
         return value
 
     monkeypatch.setattr(TensorFiles, "read", spy)
-    load_checkpoint(GOLDEN / "glm_moe_dsa", make_mesh(8), Parallel.of(mode, 8))
+    load_checkpoint(GOLDEN / "glm_moe_dsa", make_mesh(Parallel.of(mode, 8)), Parallel.of(mode, 8))
     attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
     tp = mode == "tp"
     assert reads[f"{attention}q_b_proj.weight"] == ([(24, 48)] * 8 if tp else [(192, 48)])
@@ -139,7 +139,8 @@ def test_trap_19_fp8_blocks_load_as_their_dequantised_values(tmp_path):
     save_checkpoint(model, tmp_path / "made")
     quantised(tmp_path / "made", tmp_path, np.random.default_rng(0))
     for mode, size in (("tp", 8), ("dp", 2)):
-        mesh, parallel = make_mesh(size), Parallel.of(mode, size)
+        parallel = Parallel.of(mode, size)
+        mesh = make_mesh(parallel)
         fp8 = load_checkpoint(tmp_path / "fp8", mesh, parallel)
         same(fp8, load_checkpoint(tmp_path / "plain", mesh, parallel))
     bf16 = load_one(tmp_path / "fp8", dtype=jnp.bfloat16)
@@ -219,8 +220,8 @@ def test_random_model_is_the_same_on_every_number_of_devices():
     hub = json.loads((GOLDEN / "glm_moe_dsa" / "config.json").read_text())
     equal = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "intermediate_size", "moe_intermediate_size"), 64)
     config = ModelConfig.from_hub(hub | equal)  # fewer shapes to compile
-    layouts = [("tp", 1), ("tp", 8), ("dp", 4)]
-    models = [init_model(config, make_mesh(size), Parallel.of(mode, size), seed=7, mtp=True) for mode, size in layouts]
+    layouts = [Parallel(), Parallel(tp=8), Parallel(dp=4), Parallel(2, 4)]
+    models = [init_model(config, make_mesh(parallel), parallel, seed=7, mtp=True) for parallel in layouts]
     for other in models[1:]:
         same(models[0], other)
     assert len(models[1].layers[0].self_attn.w_uk[...].addressable_shards) == 8

@@ -43,7 +43,7 @@ def test_ranks_and_scores_are_those_of_a_full_forward(recorded):
     tokens = np.zeros((6, 48), np.int32)
     for request in engine.requests.values():
         tokens[request.id, : len(request.tokens)] = request.tokens
-    scores = forward(small_model(parallel.mode, parallel.size), make_mesh(2), tokens).scores
+    scores = forward(small_model(parallel.mode, parallel.size), make_mesh(parallel), tokens).scores
     depth, compared = int(DEPTH * trace.k), 0
     for t, ranks in enumerate(seats):
         for rank, row in enumerate(ranks):

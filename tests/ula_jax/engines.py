@@ -26,12 +26,14 @@ SMALL = dict(
 
 @cache
 def small_model(mode: str, devices: int):
-    return init_model(ModelConfig.from_hub(SMALL), make_mesh(devices), Parallel.of(mode, devices), seed=3)
+    parallel = Parallel.of(mode, devices)
+    return init_model(ModelConfig.from_hub(SMALL), make_mesh(parallel), parallel, seed=3)
 
 
 @cache
 def oracle_model(family: str, mode: str, devices: int):
-    return load_checkpoint(ORACLE / family, make_mesh(devices), Parallel.of(mode, devices))
+    parallel = Parallel.of(mode, devices)
+    return load_checkpoint(ORACLE / family, make_mesh(parallel), parallel)
 
 
 def make_engine(
@@ -49,7 +51,7 @@ def make_engine(
     if isinstance(placement, str):
         placement = make_placement(placement, parallel, **parameters)
     return Engine(
-        model, placement, spec, budget, make_mesh(parallel.size),
+        model, placement, spec, budget, make_mesh(parallel),
         EngineConfig(max_requests, prefill_rows, prefill_chunk, trace, verify, capture, fast_path, gather),
         model.config.vocab_size,
     )  # fmt: skip

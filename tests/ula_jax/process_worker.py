@@ -42,7 +42,8 @@ def model_of(mode):
     """Small selections, so that few rows are more than a device need hold; experts of every device in most sums."""
     changes = {"num_hidden_layers": 2, "index_topk": 4, "n_routed_experts": 8, "num_experts_per_tok": 6}
     config = ModelConfig.from_hub({**SMALL, **changes})
-    return init_model(config, make_mesh(DEVICES), Parallel.of(mode, DEVICES), seed=3)
+    parallel = Parallel.of(mode, DEVICES)
+    return init_model(config, make_mesh(parallel), parallel, seed=3)
 
 
 def engine_of(case):

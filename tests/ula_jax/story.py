@@ -15,7 +15,7 @@ class Story:
     def __init__(self, world, chunk=2, share=False, room=10):
         self.world, self.chunk, self.share, self.rng = world, chunk, share, np.random.default_rng(7)
         h = world.h
-        self.room, self.stripe, self.page = room, h.devices if h.tp else 1, h.spec.page_size
+        self.room, self.dealt, self.page = room, h.dealt, h.spec.page_size
         self.appends = 0.9
         """Share of decoding requests that store a token; the others only read."""
         pages = h.requests * h.spec.max_context // self.page
@@ -64,9 +64,8 @@ class Story:
             count = min(left, chunk if chunk > 1 else int(self.rng.random() < self.appends))
             fresh[number] = self.addresses(rank, number, length, length + count)
         everything = [a for new in fresh.values() for a in new]
-        needed = [
-            {owner: {a for a in everything if a % self.stripe == owner} for owner in range(self.stripe)} for _ in GROUPS
-        ]
+        owners, owner_of = range(self.dealt.devices), self.dealt.owner
+        needed = [{owner: {a for a in everything if owner_of(a) == owner} for owner in owners} for _ in GROUPS]
         plan = {}
         for number, new in fresh.items():
             own = self.addresses(rank, number, 0, self.length[rank][number])
@@ -84,11 +83,12 @@ class Story:
         """Up to topk of the candidates; now and then few, or all with one owner. No more than a device has room for."""
         topk, picks = self.world.h.spec.topk, []
         most = topk if self.rng.random() < 0.8 else int(self.rng.integers(topk))
-        owner = self.rng.integers(self.stripe) if self.rng.random() < 0.3 else None
+        owner = self.rng.integers(self.dealt.devices) if self.rng.random() < 0.3 else None
         for at in self.rng.permutation(len(candidates)):
             address = candidates[at]
-            rows = needed[address % self.stripe]
-            if len(picks) < most and owner in (None, address % self.stripe) and len(rows | {address}) <= self.room:
+            home = self.dealt.owner(address)
+            rows = needed[home]
+            if len(picks) < most and owner in (None, home) and len(rows | {address}) <= self.room:
                 rows.add(address)
                 picks.append(at)
         return [candidates[at] for at in sorted(picks)]

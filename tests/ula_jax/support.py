@@ -11,13 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 from ula_jax import verify
 from ula_jax.history import KVState
-from ula_jax.parallel import AXIS, Parallel, make_mesh
+from ula_jax.parallel import DEVICES, DP, Parallel, make_mesh
 from ula_jax.placements import PLACEMENTS, make_placement
 from ula_jax.placements.base import Counters, Query, Selection
 from ula_jax.policies import make_policy
 from ula_jax.policies.base import depth
 from ula_jax.rows import RowFormat
 from ula_jax.spec import Budget, KVSpec
+from ula_jax.striping import Striping
 
 GROUPS = ((0,), (1, 2))
 LAYERS = 3
@@ -92,11 +93,13 @@ class Harness:
             parameters["policy"] = make_policy(policy)
         self.placement = make_placement(name, Parallel.of(mode, devices), **parameters)
         self.spec = KVSpec(GROUPS, RowFormat(fmt, LATENT, ROPE), topk, 0, page, context)
-        self.requests, self.devices, self.tp = requests, devices, mode == "tp"
+        self.requests, self.devices, self.tp = requests, devices, self.placement.parallel.tp
+        self.dealt = Striping(self.tp, parameters.get("stripe", 1))
+        """How stories count rows: as striping deals them, whether the placement stripes or not."""
         self.budget, self.capacity = self._smallest()
-        self.ranks, self.stripe = self.capacity.ranks, self.capacity.stripe
-        self.mesh = make_mesh(devices)
-        self.split = self.stripe > 1 and not getattr(self.placement, "exact", True)
+        self.ranks, self.striping = self.capacity.ranks, self.capacity.striping
+        self.mesh = make_mesh(self.placement.parallel)
+        self.split = self.striping.devices > 1 and not getattr(self.placement, "exact", True)
         """Each device attends to its own rows alone, and the parts are merged."""
         looks = depth(getattr(self.placement, "policy", None))
         self.ranks_seen = int(looks * topk) if looks > 1 else 0
@@ -105,20 +108,19 @@ class Harness:
         """Whether steps of so many tokens read the host in place."""
         self.traces = []
         """Tokens of a step, for each time that one was traced and compiled."""
-        by_rank = P() if self.tp else P(AXIS)
+        by_rank = P(DP)
         over = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
 
-        make = over(lambda: _expand(self.placement.init(self.spec, self.budget)), in_specs=(), out_specs=P(AXIS))
+        make = over(lambda: _expand(self.placement.init(self.spec, self.budget)), in_specs=(), out_specs=P(DEVICES))
         self.start = jax.jit(make, out_shardings=self._shardings(jax.eval_shape(make)))
         donating = functools.partial(jax.jit, donate_argnums=0)
-        self.step = donating(over(self._step, in_specs=(P(AXIS), *[by_rank] * 7), out_specs=P(AXIS)))
-        self.release = donating(over(self._release, in_specs=(P(AXIS), by_rank), out_specs=P(AXIS)))
+        self.step = donating(over(self._step, in_specs=(P(DEVICES), *[by_rank] * 7), out_specs=P(DEVICES)))
+        self.release = donating(over(self._release, in_specs=(P(DEVICES), by_rank), out_specs=P(DEVICES)))
 
     def _smallest(self):
         """Budget and capacity that hold every request, and the rows that one step of a Story may need."""
         spec, need = self.spec, self.requests * self.spec.max_context
         row, room = spec.row_bytes, self.requests * spec.rows_needed(spec.max_context)
-        owners = self.devices if self.tp else 1
         for device in range(1, need + 1):
             for host in sorted({0, max(0, need // self.placement.striping.devices - device), need}):
                 budget = Budget(device * row, host * row)
@@ -127,7 +129,7 @@ class Harness:
                 except ValueError:
                     continue
                 # Stories count what a step needs by owner, as striping deals rows; who does not stripe needs all of it.
-                enough = capacity.working_set is None or capacity.working_set * capacity.stripe >= room * owners
+                enough = (capacity.working_set or need * self.tp) * capacity.striping.devices >= room * self.tp
                 if enough and capacity.addresses >= need and capacity.fits([spec.max_context] * self.requests):
                     return budget, capacity
         raise AssertionError(f"no budget found for {self.placement}")
@@ -135,7 +137,7 @@ class Harness:
     def _shardings(self, groups):
         def place(path, leaf):
             host = any(getattr(key, "name", None) == "host" for key in path) and leaf.size
-            return NamedSharding(self.mesh, P(AXIS), memory_kind="pinned_host" if host else "device")
+            return NamedSharding(self.mesh, P(DEVICES), memory_kind="pinned_host" if host else "device")
 
         return jax.tree_util.tree_map_with_path(place, groups)
 
@@ -263,9 +265,8 @@ class World:
 
     def resident(self, group=0, device=0):
         """Addresses whose row is in a slot of the device, in all of its pool."""
-        stripe = self.h.stripe
         here = np.flatnonzero(self.locations(self.groups[group])[device] >= 0)
-        return set((here * stripe + device % stripe).tolist())
+        return set(np.asarray(self.h.striping.address(here, device % self.h.striping.devices)).tolist())
 
     def _rank_rows(self, selected, new):
         """What the indexer might have said of each request's last token: its selection, then others of its rows."""
@@ -286,7 +287,7 @@ class World:
         return ranked, np.where(ranked >= 0, margins, -np.inf).astype(np.float32)
 
     def _rank(self, device):
-        return 0 if self.h.tp else device
+        return device // self.h.tp
 
     def _store(self, new, rows):
         for rank in range(self.h.ranks):
@@ -306,7 +307,7 @@ class World:
             rank = self._rank(device)
             chosen, valid = selected[rank], selected[rank] >= 0
             assert set(chosen[valid].tolist()) <= self.live[rank], "the test selects a row that was never stored"
-            here = valid & (chosen % self.h.stripe == device % self.h.stripe) if self.h.split else valid
+            here = valid & (self.h.striping.owner(chosen) == device % self.h.tp) if self.h.split else valid
             for table, lane in zip(self.words[layer], words, strict=True):
                 read = lane[device].reshape(*chosen.shape, -1)
                 np.testing.assert_array_equal(read[here], table[rank, chosen[here]], err_msg=f"layer {layer}")
@@ -316,10 +317,11 @@ class World:
             np.testing.assert_allclose(outputs[1][device], lse, atol=1e-5)
 
     def _compare_counters(self, device, location, arrived, selected, new, counters):
-        rank, stripe, slots = self._rank(device), self.h.stripe, self.h.capacity.device_slots
+        rank, slots = self._rank(device), self.h.capacity.device_slots
+        striping, place = self.h.striping, device % self.h.striping.devices
         entries = selected[rank][selected[rank] >= 0]
-        own = entries[entries % stripe == device % stripe]
-        fresh = new[rank][(new[rank] >= 0) & (new[rank] % stripe == device % stripe)]
+        own = entries[striping.owner(entries) == place]
+        fresh = new[rank][(new[rank] >= 0) & (striping.owner(new[rank]) == place)]
         stored = np.setdiff1d(own, fresh)
         found = Counters(*counters.tolist())
         assert found.dropped == 0
@@ -331,7 +333,7 @@ class World:
         elif not self.h.capacity.host_slots:
             assert (found.unique, found.hits) == (len(entries), len(entries))
         else:
-            hits = int((location[stored // stripe] >= 0).sum())
+            hits = int((location[np.asarray(striping.local(stored, place))] >= 0).sum())
             assert (found.unique, found.hits) == (len(stored), hits)
             if self.h.capacity.quotas is None:
                 occupied, arriving = int((location >= 0).sum()), len(stored) - hits + len(fresh) + found.prefetched

@@ -28,10 +28,10 @@ class TightUla(Ula):
     device_slots: int = 0
 
     def capacity(self, spec: KVSpec, budget: Budget) -> Capacity:
-        stripe, ranks = self.striping.devices, self.parallel.dp
+        ranks = self.parallel.dp
         host = 1600 - (1600 + self.device_slots) % spec.page_size
-        addresses = (self.device_slots + host) * stripe
-        return Capacity(spec, ranks, addresses, self.device_slots, host, stripe)
+        addresses = (self.device_slots + host) * self.striping.devices
+        return Capacity(spec, ranks, addresses, self.device_slots, host, self.striping)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TightResidentHot(ResidentHot):
 def decode(mode: str, devices: int, rows: str, placement):
     """Logits of each request at every position, the engine and its record. One step shape for prompt and output."""
     model = small_model(mode, devices)
-    per_rank, ranks = PER_RANK[mode], 1 if mode == "tp" else devices
+    per_rank, ranks = PER_RANK[mode], model.parallel.dp
     engine = make_engine(
         model, placement, 1800, 1800, rows=rows, max_context=CONTEXT, max_requests=per_rank,
         prefill_rows=per_rank, prefill_chunk=1, trace=True, verify=False,

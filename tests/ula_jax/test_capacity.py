@@ -10,6 +10,7 @@ from tests.ula_jax.engines import documents, greedy, make_engine, small_model
 from ula_jax import cli
 from ula_jax.capacity import Architecture, Config, admitted, architecture, lengths, machine, plan, run
 from ula_jax.known_models import KNOWN
+from ula_jax.parallel import Parallel
 from ula_jax.placements import PLACEMENTS, make_placement
 from ula_jax.report import UserError
 from ula_jax.spec import Budget
@@ -24,8 +25,8 @@ def rows_of(**settings):
 @pytest.mark.parametrize(("mode", "with_draft", "without"), [("dp", 113.3, 111.8), ("tp", 96.2, 94.9)])
 def test_weights_of_glm_on_each_of_eight_devices(mode, with_draft, without):
     """With the draft layer as SGLang lays them out; without as `reference/capacity_numpy.py` of the notes has them."""
-    assert GLM.weights(mode, 8, draft=True) / 1e9 == pytest.approx(with_draft, rel=0.005)
-    assert GLM.weights(mode, 8, draft=False) / 1e9 == pytest.approx(without, rel=0.005)
+    assert GLM.weights(Parallel.of(mode, 8), draft=True) / 1e9 == pytest.approx(with_draft, rel=0.005)
+    assert GLM.weights(Parallel.of(mode, 8), draft=False) / 1e9 == pytest.approx(without, rel=0.005)
 
 
 def test_bytes_of_a_token_are_those_of_published_offload_buffers():
@@ -50,7 +51,7 @@ def test_positions_that_eight_b300_hold():
     row = GLM.spec(Config(), 96 * K).row_bytes
     host = rows_of(mode="dp", placements=("hisparse",))["hisparse", "dp"]["host_slots"] * 8
     node = machine(Config())
-    device = 8 * (node.device_bytes * 0.9 - GLM.weights("dp", 8, True)) / row
+    device = 8 * (node.device_bytes * 0.9 - GLM.weights(Parallel(dp=8), True)) / row
     assert host == pytest.approx(30.0e6, rel=0.001)
     assert device == pytest.approx(23.3e6, rel=0.02)
     assert host + device == pytest.approx(53.3e6, rel=0.01)

@@ -218,9 +218,9 @@ def test_a_budget_too_small_for_one_selection_is_refused(placement):
 
 def test_model_placement_and_mesh_must_agree():
     model = small_model("dp", 2)
-    with pytest.raises(ValueError, match=r"model: expected it loaded for Parallel\(mode='tp', size=2"):
+    with pytest.raises(ValueError, match=r"model: expected it loaded for Parallel\(dp=1, tp=2"):
         make_engine(model, GpuOnly(Parallel(tp=2)), 100, 0)
-    with pytest.raises(ValueError, match="mesh: expected 4 devices as the placement has, found 2"):
+    with pytest.raises(ValueError, match=r"mesh: expected Parallel\(dp=4, tp=1\) .*, found axes {'dp': 2, 'tp': 1}"):
         make_engine(model, GpuOnly(Parallel(dp=4)), 100, 0)
 
 

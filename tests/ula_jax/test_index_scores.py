@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.index_scores import numbers
 from ula_jax import index_keys
 from ula_jax.index_keys import KeyFormat
-from ula_jax.parallel import Parallel, make_mesh
+from ula_jax.parallel import TP, Parallel, make_mesh
 from ula_jax.striping import Striping
 
 HEADS, DIM, PAGE, PAGES = 3, 16, 8, 4
@@ -55,10 +55,10 @@ def test_a_model_without_an_indexer_stores_no_keys():
 
 def striped(devices, fmt, tables, steps, lengths):
     """Append keys step by step to shards on `devices`, then score: [devices, batch, steps, length] and the shards."""
-    striping, mesh = Striping(devices), make_mesh(devices)
+    striping, mesh = Striping(devices), make_mesh(Parallel(tp=devices))
 
     def body(keys):
-        rank, keys = jax.lax.axis_index("kv"), jax.tree.map(lambda lane: lane[0], keys)
+        rank, keys = jax.lax.axis_index(TP), jax.tree.map(lambda lane: lane[0], keys)
         for addresses, new in steps:
             keys = index_keys.append(fmt, keys, jnp.asarray(addresses), jnp.asarray(new), striping, rank)
         query, weights = jnp.asarray(normal(2, 1, HEADS, DIM)), jnp.asarray(normal(2, 1, HEADS, seed=1))
@@ -67,7 +67,7 @@ def striped(devices, fmt, tables, steps, lengths):
         )
         return scored.scores[None], jax.tree.map(lambda lane: lane[None], keys)
 
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("kv"), out_specs=P("kv"), check_vma=False)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P(TP), out_specs=P(TP), check_vma=False)
     empty = jax.tree.map(lambda lane: lane.reshape(devices, -1, *lane.shape[1:]), fmt.init(64))
     return jax.tree.map(np.asarray, jax.jit(mapped)(empty))
 
@@ -125,7 +125,8 @@ def test_a_striped_score_has_the_bits_of_an_unstriped_one(dim, steps, rows):
             parts = lane.reshape(-1, striping.devices, *lane.shape[1:]).swapaxes(0, 1)
             return jnp.broadcast_to(parts, (devices, *parts.shape[1:]))
 
-        mapped = jax.shard_map(body, mesh=make_mesh(devices), in_specs=P("kv"), out_specs=P("kv"), check_vma=False)
+        mesh = make_mesh(Parallel(tp=devices))
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=P(TP), out_specs=P(TP), check_vma=False)
         return np.asarray(jax.jit(mapped)(jax.tree.map(shards, keys)))
 
     whole, striped = score(Striping(1)), score(Striping(devices))
@@ -152,7 +153,7 @@ def selected(devices, gather, k, ranks):
         every = scored.scores[None] if scored.positions is None else jnp.zeros(1)
         return scored.best(k)[None], *(array[None] for array in scored.ranked(ranks)), every
 
-    mapped = jax.shard_map(body, mesh=make_mesh(devices), in_specs=P("kv"), out_specs=P("kv"), check_vma=False)
+    mapped = jax.shard_map(body, mesh=make_mesh(Parallel(tp=devices)), in_specs=P(TP), out_specs=P(TP), check_vma=False)
     shards = jnp.asarray(keys).reshape(-1, devices, DIM).swapaxes(0, 1)
     return [np.asarray(array) for array in jax.jit(mapped)(shards)]
 

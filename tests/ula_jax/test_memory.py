@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ula_jax import memory
-from ula_jax.parallel import make_mesh
+from ula_jax.parallel import DEVICES, Parallel, make_mesh
 
 GIB = 1 << 30
 
@@ -39,7 +39,7 @@ def test_f24_every_bit_survives_every_memory_kind(dtype, jitted):
 def test_f24_shards_keep_their_bits_and_kind(devices):
     array = np.arange(8 * 64, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(8, 64)
     for host in (False, True):
-        sharded = jax.device_put(array, memory.sharding(make_mesh(devices), P("kv"), host=host))
+        sharded = jax.device_put(array, memory.sharding(make_mesh(Parallel(tp=devices)), P(DEVICES), host=host))
         assert kind(sharded) == ("pinned_host" if host else "device")
         assert len(sharded.addressable_shards) == devices
         for shard in sharded.addressable_shards:
@@ -51,8 +51,8 @@ def state():
 
 
 def places(devices, host=True):
-    mesh = make_mesh(devices)
-    return {"books": memory.sharding(mesh, P("kv")), "rows": memory.sharding(mesh, P("kv"), host=host)}
+    mesh = make_mesh(Parallel(tp=devices))
+    return {"books": memory.sharding(mesh, P(DEVICES)), "rows": memory.sharding(mesh, P(DEVICES), host=host)}
 
 
 @pytest.mark.parametrize("devices", [1, 8])

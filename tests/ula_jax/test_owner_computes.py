@@ -31,7 +31,7 @@ def decode(devices, placement, device_rows):
     parallel = Parallel(tp=devices)
     config = ModelConfig.from_hub(SMALL | dict(num_attention_heads=8, n_routed_experts=8))
     engine = make_engine(
-        init_model(config, make_mesh(devices), parallel, seed=3), placement(parallel), device_rows, 200,
+        init_model(config, make_mesh(parallel), parallel, seed=3), placement(parallel), device_rows, 200,
         max_context=80, max_requests=2, prefill_rows=2, prefill_chunk=1, trace=True,
     )  # fmt: skip
     recorder = Recorder(engine)

@@ -109,7 +109,7 @@ def test_residency_counts_every_copy_of_a_row(kind, layout):
     live = [np.arange(8, dtype=np.int32)] * world.h.ranks
     found = verify.residency(world.h.placement, world.state, live, world.h.spec)
     copies = 2 if kind[0] == "hisparse" else 1
-    if layout[0] == "tp" and world.h.stripe == 1:
+    if layout[0] == "tp" and world.h.placement.striping.devices == 1:
         copies *= 2
     assert found.distinct == 8 * world.h.ranks * LAYERS
     assert found.stored == copies * found.distinct

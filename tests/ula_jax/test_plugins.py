@@ -84,12 +84,12 @@ def test_placements_by_name_and_from_a_file(file):
 
 def test_layouts_that_cannot_be(unchecked):
     with pytest.raises(ValueError, match="mode: expected 'dp' or 'tp', found 'pp'"):
-        Parallel("pp")
+        Parallel.of("pp", 4)
     with pytest.raises(ValueError, match="devices: expected at least 1, found 0"):
         Parallel(tp=0)
     with pytest.raises(ValueError, match=r"expected 1 to 8.*found 9.*device_count=9"):
-        make_mesh(9)
-    assert make_mesh(4).shape == {"kv": 4}
+        make_mesh(Parallel(9))
+    assert make_mesh(Parallel(tp=4)).shape == {"dp": 1, "tp": 4}
 
 
 def test_a_platform_that_is_not_here_is_named(monkeypatch):

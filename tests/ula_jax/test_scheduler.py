@@ -6,6 +6,7 @@ import pytest
 from ula_jax.rows import RowFormat
 from ula_jax.scheduler import Request, SamplingParams, Scheduler, Status
 from ula_jax.spec import Capacity, KVSpec
+from ula_jax.striping import Striping
 
 PAGE = 4
 
@@ -98,7 +99,7 @@ def test_f13_a_request_that_could_not_grow_is_held_and_finishes_later():
 def test_f18_a_request_may_be_larger_than_one_rank_of_a_stripe():
     """100 rows on each of four devices: a request of 300 runs."""
     big = request(0, 290, 10)
-    made = scheduler(big, pages=100, stripe=4, device_slots=20, working_set=20)
+    made = scheduler(big, pages=100, striping=Striping(4), device_slots=20, working_set=20)
     assert made.admit() == [big]
     assert len(big.pages) == 75
     assert run(made, chunk=64) == [0]
@@ -214,7 +215,7 @@ def test_everything_is_resident_until_a_device_is_full_and_again_when_its_rank_i
 
 def test_a_stripe_holds_each_request_in_nearly_equal_parts():
     requests = [request(0, 5, 3), request(1, 3, 5)]
-    made = scheduler(*requests, pages=100, stripe=4, resident=3, device_slots=3)
+    made = scheduler(*requests, pages=100, striping=Striping(4), resident=3, device_slots=3)
     made.admit()
     assert made.resident([[(requests[0], 5), (requests[1], 3)]]), "two rows and one on the first device"
     assert not made.resident([[(requests[0], 5), (requests[1], 5)]])

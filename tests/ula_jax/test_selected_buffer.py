@@ -21,7 +21,7 @@ def decode(devices, placement, device_rows, *, requests=3, rows="fp32", gather="
     parallel = Parallel(tp=devices)
     config = ModelConfig.from_hub(SMALL | dict(num_attention_heads=8, n_routed_experts=8))
     engine = make_engine(
-        init_model(config, make_mesh(devices), parallel, seed=3), placement, device_rows, 300, rows=rows,
+        init_model(config, make_mesh(parallel), parallel, seed=3), placement, device_rows, 300, rows=rows,
         max_context=PROMPT + NEW, max_requests=2, prefill_rows=2, prefill_chunk=2, trace=True, gather=gather,
         fast_path=rows == "fp8",
     )  # fmt: skip

@@ -11,6 +11,7 @@ from ula_jax.placements import PLACEMENTS, make_placement
 from ula_jax.placements.base import fitting
 from ula_jax.rows import RowFormat
 from ula_jax.spec import Budget, Capacity, KVSpec
+from ula_jax.striping import Striping
 
 # 24 bytes a row and layer, 72 a token; index keys of 16 bf16 numbers in two groups: 64 a token.
 SPEC = KVSpec(((0,), (1, 2)), RowFormat("bf16", 8, 4), topk=8, index_dim=16, page_size=16, max_context=64)
@@ -48,9 +49,9 @@ def test_rows_needed_is_the_worst_case():
     assert SPEC.rows_needed(5) == 5  # the new one is among the five
     assert SPEC.rows_needed(64, tokens=4) == 36
     assert SPEC.rows_needed(30, tokens=4) == 30
-    assert SPEC.rows_needed(64, stripe=8) == 8  # a stripe owns no more than these
-    assert SPEC.rows_needed(65, stripe=8) == 9
-    assert SPEC.rows_needed(640, stripe=8) == 9
+    assert SPEC.rows_needed(64, striping=Striping(8)) == 8  # a stripe owns no more than these
+    assert SPEC.rows_needed(65, striping=Striping(8)) == 9
+    assert SPEC.rows_needed(640, striping=Striping(8)) == 9
 
 
 @pytest.mark.parametrize(("mode", "ranks"), [("tp", 1), ("dp", 8)])
@@ -91,7 +92,7 @@ def test_ula_adds_the_tiers_up():
     long = replace(SPEC, max_context=640)
     striped = make_placement("ula", Parallel(tp=8)).capacity(long, Budget(device=20_000, host=200 * 72))
     rows = dict(device_slots=52, host_slots=200, working_set=52, resident=52)
-    assert striped == Capacity(long, 1, addresses=2016, stripe=8, **rows)
+    assert striped == Capacity(long, 1, addresses=2016, striping=Striping(8), **rows)
     assert striped.requests(640) == 3
     assert striped.requests(64) == 6  # 2016 addresses would hold 31; 8 rows each of one device's 52
     everything = make_placement("ula", Parallel()).capacity(SPEC, Budget(device=20_000))
@@ -163,7 +164,7 @@ def test_capacity_never_exceeds_the_budget(name):
             except ValueError:
                 continue
             accepted += 1
-            held = found.addresses // found.stripe
+            held = found.addresses // found.striping.devices
             assert found.addresses % page == 0
             assert found.fits([1])
             assert found.device_slots * 72 + held * spec.index_bytes <= budget.device
@@ -223,5 +224,5 @@ def test_errors_say_what_to_do():
         Budget(1, -1)
     with pytest.raises(ValueError, match="page_size and max_context of at least 1, found 0 and 64"):
         KVSpec(SPEC.groups, SPEC.row, 8, 16, 0, 64)
-    with pytest.raises(ValueError, match="page_size: expected a multiple of the 3 devices of a stripe, found 16"):
+    with pytest.raises(ValueError, match=r"a multiple of the 3 addresses .* 3 devices, found 16; use 15"):
         make_placement("ula", Parallel(tp=3)).capacity(SPEC, Budget(10**6))

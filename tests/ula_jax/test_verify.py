@@ -48,7 +48,7 @@ def check(*mappings, mode="dp", live=(LIVE,), placement="ula", policy=None):
         policy = jax.tree.map(lambda leaf: leaf[None], policy)
     policies = jax.tree.map(lambda leaf: jnp.stack([leaf] * len(mappings)), policy)
     group = Group((), (), jax.tree.map(lambda *leaves: jnp.stack(leaves), *mappings), policies)
-    made = make_placement(placement, Parallel(mode, len(mappings)), policy=make_policy("lru"))
+    made = make_placement(placement, Parallel.of(mode, len(mappings)), policy=make_policy("lru"))
     verify.check(made, KVState((group, group), ()), list(live))
 
 

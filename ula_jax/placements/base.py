@@ -19,7 +19,7 @@ from ula_jax.parallel import Parallel
 from ula_jax.pool import Group
 from ula_jax.rows import RowFormat
 from ula_jax.spec import Budget, Capacity, KVSpec
-from ula_jax.striping import Striping
+from ula_jax.striping import UNSTRIPED, Striping
 from ula_jax.types import EMPTY, Array, Bool, Float32, Int32, Lanes, Scalar
 
 MOST_BYTES = 2**44
@@ -219,7 +219,7 @@ def fitting(placement: Placement, spec: KVSpec, budget: Budget) -> Capacity:
         raise ValueError(f"{wrong} (what would fit: {', or '.join(ways)})" if ways else str(wrong)) from wrong
 
 
-def decodable(spec: KVSpec, device_bytes: int, striping: Striping = Striping()) -> int:
+def decodable(spec: KVSpec, device_bytes: int, striping: Striping = UNSTRIPED) -> int:
     """Rows of history of one device beyond which more history means fewer requests.
 
     Index keys of all n rows lie on the device, and so must all that one step may select. With f the largest share of a
