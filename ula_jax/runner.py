@@ -66,15 +66,15 @@ class Runner:
         gather: Gather = "scores",
     ):
         parallel = placement.parallel
-        if dict(mesh.shape) != {DP: parallel.dp, TP: parallel.tp}:
-            raise ValueError(
-                f"mesh: expected {parallel} as the placement has, found axes {dict(mesh.shape)}; make both of one "
-                "Parallel"
-            )
         if getattr(model, "parallel", parallel) != parallel:
             raise ValueError(
                 f"model: expected it loaded for {parallel}, found {getattr(model, 'parallel', None)}; "
                 "load it with the placement's Parallel"
+            )
+        if dict(mesh.shape) != {DP: parallel.dp, TP: parallel.tp}:
+            raise ValueError(
+                f"mesh: expected {parallel} as the placement has, found axes {dict(mesh.shape)}; make both of one "
+                "Parallel"
             )
         self.placement, self.spec, self.mesh, self.trace = placement, spec, mesh, trace
         self.capacity = fitting(placement, spec, budget)

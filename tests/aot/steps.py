@@ -76,13 +76,14 @@ class Step:
         tokens = batch * steps
         hidden, layers = 4 * config.hidden_size, config.num_layers
         found: Counter[tuple[str, int]] = Counter()
-        if placement.parallel.dp == 1:
+        parallel = placement.parallel
+        if parallel.tp > 1:
             found["all-reduce", tokens * hidden] += 2 * layers  # attention output; MLP or experts
             found["all-gather", batch * 4 * config.vocab_size] += 1  # logits
-        else:
+        if parallel.dp > 1:
             experts = sum(config.sparse_layers)
-            found["all-gather", DEVICES * tokens * hidden] += experts  # tokens of all devices, to their experts
-            found["all-gather", DEVICES * tokens * 4 * config.num_experts] += experts  # and their gates
+            found["all-gather", parallel.dp * tokens * hidden] += experts  # tokens of all devices, to their experts
+            found["all-gather", parallel.dp * tokens * 4 * config.num_experts] += experts  # and their gates
             found["reduce-scatter", tokens * hidden] += experts
         for one in links.collectives(placement, spec, tokens, config.num_heads, self.gather):
             found[one.kind, one.nbytes] += one.count

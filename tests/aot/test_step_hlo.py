@@ -24,6 +24,7 @@ STEPS = [
     ("ula:buffer=64", "tp", "prefill"),
     ("owner_computes", "tp", "decode"),
     ("owner_computes", "tp", "prefill"),
+    ("ula", "2x4", "decode"),
 ]
 TWO_LANES = ("ula", "tp", "decode", "fp8")
 CANDIDATES = ("ula", "tp", "decode", "fp32", "candidates")

@@ -18,7 +18,6 @@ from ula_jax.policies import make_policy
 from ula_jax.policies.base import depth
 from ula_jax.rows import RowFormat
 from ula_jax.spec import Budget, KVSpec
-from ula_jax.striping import Striping
 
 GROUPS = ((0,), (1, 2))
 LAYERS = 3
@@ -62,6 +61,33 @@ def attention64(query, rows, valid, scale, latent):
 
 
 @dataclass(frozen=True)
+class Dealt:
+    """Which device has which of a rank's addresses, by dealing them out block by block."""
+
+    devices: int
+    width: int
+
+    @functools.cached_property
+    def hands(self):
+        """Addresses of each device in the order of their numbers."""
+        hands = [[] for _ in range(self.devices)]
+        for block in range(4096 // self.width):
+            hands[block % self.devices] += range(block * self.width, (block + 1) * self.width)
+        return np.array([hand[: min(map(len, hands))] for hand in hands])
+
+    @functools.cached_property
+    def places(self):
+        """(device, number) of each address."""
+        return {a: (device, n) for device, hand in enumerate(self.hands.tolist()) for n, a in enumerate(hand)}
+
+    def owner(self, addresses):
+        return np.array([self.places[a][0] for a in np.ravel(addresses).tolist()], int).reshape(np.shape(addresses))
+
+    def number(self, addresses):
+        return np.array([self.places[a][1] for a in addresses.tolist()], int)
+
+
+@dataclass(frozen=True)
 class Spy(RowFormat):
     """A row format that keeps the words which attention is about to read."""
 
@@ -94,12 +120,12 @@ class Harness:
         self.placement = make_placement(name, Parallel.of(mode, devices), **parameters)
         self.spec = KVSpec(GROUPS, RowFormat(fmt, LATENT, ROPE), topk, 0, page, context)
         self.requests, self.devices, self.tp = requests, devices, self.placement.parallel.tp
-        self.dealt = Striping(self.tp, parameters.get("stripe", 1))
-        """How stories count rows: as striping deals them, whether the placement stripes or not."""
+        self.dealt = Dealt(self.tp, parameters.get("stripe", 1))
+        """How stories count rows, whether the placement stripes or not."""
         self.budget, self.capacity = self._smallest()
-        self.ranks, self.striping = self.capacity.ranks, self.capacity.striping
+        self.ranks, self.striped = self.capacity.ranks, self.placement.striping.devices > 1
         self.mesh = make_mesh(self.placement.parallel)
-        self.split = self.striping.devices > 1 and not getattr(self.placement, "exact", True)
+        self.split = self.striped and not getattr(self.placement, "exact", True)
         """Each device attends to its own rows alone, and the parts are merged."""
         looks = depth(getattr(self.placement, "policy", None))
         self.ranks_seen = int(looks * topk) if looks > 1 else 0
@@ -266,7 +292,7 @@ class World:
     def resident(self, group=0, device=0):
         """Addresses whose row is in a slot of the device, in all of its pool."""
         here = np.flatnonzero(self.locations(self.groups[group])[device] >= 0)
-        return set(np.asarray(self.h.striping.address(here, device % self.h.striping.devices)).tolist())
+        return set(self.h.dealt.hands[device % self.h.tp][here].tolist() if self.h.striped else here.tolist())
 
     def _rank_rows(self, selected, new):
         """What the indexer might have said of each request's last token: its selection, then others of its rows."""
@@ -289,6 +315,11 @@ class World:
     def _rank(self, device):
         return device // self.h.tp
 
+    def _owned(self, addresses, device):
+        """Which of them lie on the device."""
+        everywhere = np.ones(np.shape(addresses), bool)
+        return self.h.dealt.owner(np.maximum(addresses, 0)) == device % self.h.tp if self.h.striped else everywhere
+
     def _store(self, new, rows):
         for rank in range(self.h.ranks):
             real = new[rank].reshape(-1) >= 0
@@ -307,7 +338,7 @@ class World:
             rank = self._rank(device)
             chosen, valid = selected[rank], selected[rank] >= 0
             assert set(chosen[valid].tolist()) <= self.live[rank], "the test selects a row that was never stored"
-            here = valid & (self.h.striping.owner(chosen) == device % self.h.tp) if self.h.split else valid
+            here = valid & self._owned(chosen, device) if self.h.split else valid
             for table, lane in zip(self.words[layer], words, strict=True):
                 read = lane[device].reshape(*chosen.shape, -1)
                 np.testing.assert_array_equal(read[here], table[rank, chosen[here]], err_msg=f"layer {layer}")
@@ -318,10 +349,10 @@ class World:
 
     def _compare_counters(self, device, location, arrived, selected, new, counters):
         rank, slots = self._rank(device), self.h.capacity.device_slots
-        striping, place = self.h.striping, device % self.h.striping.devices
         entries = selected[rank][selected[rank] >= 0]
-        own = entries[striping.owner(entries) == place]
-        fresh = new[rank][(new[rank] >= 0) & (striping.owner(new[rank]) == place)]
+        own = entries[self._owned(entries, device)]
+        fresh = new[rank][new[rank] >= 0]
+        fresh = fresh[self._owned(fresh, device)]
         stored = np.setdiff1d(own, fresh)
         found = Counters(*counters.tolist())
         assert found.dropped == 0
@@ -333,7 +364,7 @@ class World:
         elif not self.h.capacity.host_slots:
             assert (found.unique, found.hits) == (len(entries), len(entries))
         else:
-            hits = int((location[np.asarray(striping.local(stored, place))] >= 0).sum())
+            hits = int((location[self.h.dealt.number(stored) if self.h.striped else stored] >= 0).sum())
             assert (found.unique, found.hits) == (len(stored), hits)
             if self.h.capacity.quotas is None:
                 occupied, arriving = int((location >= 0).sum()), len(stored) - hits + len(fresh) + found.prefetched

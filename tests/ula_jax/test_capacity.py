@@ -39,6 +39,18 @@ def test_bytes_of_a_token_are_those_of_published_offload_buffers():
     assert GLM.spec(Config(), 128 * K).index_bytes == 21 * 132 + 656 + 132
 
 
+def test_a_mesh_of_two_ranks_lies_between():
+    """Each of two ranks has a half of every request, in four copies where rows are not striped."""
+    found = rows_of(mode="2x4", placements=("gpu_only", "ula"), device_gb=1000.0)
+    assert found["gpu_only", "2x4"]["distinct_share"] == pytest.approx(1 / 4)
+    assert found["ula", "2x4"]["distinct_share"] == 1
+    dp, both, tp = (GLM.weights(Parallel.of(mode, 8), True) for mode in ("dp", "2x4", "tp"))
+    assert tp < both < dp
+    assert both == pytest.approx(tp + (dp - tp) / 7, rel=1e-9)  # a quarter of what DP has whole, where TP has an eighth
+    with pytest.raises(UserError, match=r"mode: expected one of .*'2x4', '4x2'\] for 8 devices, found '3x3'"):
+        run(Config(mode="3x3"))
+
+
 @pytest.mark.parametrize("devices", [2, 4, 8, 16])
 def test_tensor_parallel_copies_leave_one_part_in_p(devices):
     found = rows_of(hardware=f"{devices}xB300", mode="tp", placements=("gpu_only", "ula"), device_gb=1000.0)
@@ -105,14 +117,15 @@ def test_groups_of_known_models_are_those_that_the_model_code_reads(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*((name, mode) for name in PLACEMENTS for mode in ("dp", "tp")), ("ula:buffer=24", "tp")]
+    ("name", "mode"),
+    [*((name, mode) for name in PLACEMENTS for mode in ("dp", "tp")), ("ula:buffer=24", "tp"), ("ula", "2x2")],
 )
 def test_an_engine_admits_exactly_as_many(name, mode):
-    model = small_model(mode, 2)
+    model = small_model(mode, 4 if mode == "2x2" else 2)
     placement = make_placement(name, model.parallel)
     engine = make_engine(model, placement, 150, 120, max_context=48, max_requests=40, prefill_rows=2, verify=False)
     budget = Budget(150 * (engine.spec.row_bytes + engine.spec.index_bytes), 120 * engine.spec.row_bytes)
-    expected = plan(name, mode, 2, engine.spec, budget, "48", 0.0)
+    expected = plan(name, model.parallel, engine.spec, budget, "48", 0.0)
     assert 0 < expected.admitted < 40
     for prompt in documents(expected.admitted + 1, 44):
         engine.submit(prompt, greedy(4))

@@ -7,10 +7,12 @@ import pytest
 
 from tests.ula_jax.engines import Recorder, documents, greedy, make_engine, small_model
 from ula_jax.engine import Engine
-from ula_jax.parallel import Parallel
+from ula_jax.parallel import Parallel, make_mesh
 from ula_jax.placements import PLACEMENTS, GpuOnly, Ula
 from ula_jax.policies import make_policy
+from ula_jax.runner import Runner
 from ula_jax.scheduler import SamplingParams, Status
+from ula_jax.spec import Budget, KVSpec
 
 BUDGETS = [("gpu_only", 260, 0), ("hisparse", 260, 260), ("resident_hot", 110, 260), ("ula", 110, 200)]
 MODES = [("tp", 2), ("dp", 2)]
@@ -220,8 +222,8 @@ def test_model_placement_and_mesh_must_agree():
     model = small_model("dp", 2)
     with pytest.raises(ValueError, match=r"model: expected it loaded for Parallel\(dp=1, tp=2"):
         make_engine(model, GpuOnly(Parallel(tp=2)), 100, 0)
-    with pytest.raises(ValueError, match=r"mesh: expected Parallel\(dp=4, tp=1\) .*, found axes {'dp': 2, 'tp': 1}"):
-        make_engine(model, GpuOnly(Parallel(dp=4)), 100, 0)
+    with pytest.raises(ValueError, match=r"mesh: expected Parallel\(dp=2, tp=1\) .*, found axes {'dp': 1, 'tp': 1}"):
+        Runner(model, GpuOnly(model.parallel), KVSpec.of(model.config, max_context=64), Budget(10**6), make_mesh())
 
 
 @pytest.mark.parametrize(("temperature", "tokens"), [(-1.0, 4), (0.0, 0)])

@@ -49,6 +49,24 @@ def test_a_random_story_reads_back_what_it_stored(kind, layout):
             equal(one[1], other[1])
 
 
+MESHES = [
+    ("gpu_only", "2x2", 4, {}),
+    ("ula", "2x2", 4, {"stripe": 2}),
+    ("hisparse", "2x4", 8, {}),
+    ("resident_hot", "4x2", 8, {}),
+    ("ula", "2x4", 8, {}),
+    ("owner_computes", "4x2", 8, {"stripe": 4}),
+    ("ula", "tp", 4, {"stripe": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "devices", "options"), MESHES)
+def test_a_random_story_on_meshes_of_ranks_and_with_wide_stripes(name, mode, devices, options):
+    world = World(harness(name, None, mode, devices, "fp8", **options))
+    Story(world).tell()
+    assert world.h.ranks == {"2x2": 2, "2x4": 2, "4x2": 4, "tp": 1}[mode]
+
+
 SHARING = [case for case in CASES if case[1] in (("dp", 2, "fp8"), ("tp", 2, "fp8")) and not case[0][1]]
 
 

@@ -83,9 +83,9 @@ def test_placements_by_name_and_from_a_file(file):
 
 
 def test_layouts_that_cannot_be(unchecked):
-    with pytest.raises(ValueError, match="mode: expected 'dp' or 'tp', found 'pp'"):
+    with pytest.raises(ValueError, match=r"mode: expected one of \['dp', 'tp', '2x2'\] for 4 devices, found 'pp'"):
         Parallel.of("pp", 4)
-    with pytest.raises(ValueError, match="devices: expected at least 1, found 0"):
+    with pytest.raises(ValueError, match="devices: expected at least 1 along dp and tp, found 1 and 0"):
         Parallel(tp=0)
     with pytest.raises(ValueError, match=r"expected 1 to 8.*found 9.*device_count=9"):
         make_mesh(Parallel(9))
