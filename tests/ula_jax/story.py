@@ -64,8 +64,8 @@ class Story:
             count = min(left, chunk if chunk > 1 else int(self.rng.random() < self.appends))
             fresh[number] = self.addresses(rank, number, length, length + count)
         everything = [a for new in fresh.values() for a in new]
-        owners, owner_of = range(self.dealt.devices), self.dealt.owner
-        needed = [{owner: {a for a in everything if owner_of(a) == owner} for owner in owners} for _ in GROUPS]
+        owners, places = range(self.dealt.devices), self.dealt.places
+        needed = [{owner: {a for a in everything if places[a][0] == owner} for owner in owners} for _ in GROUPS]
         plan = {}
         for number, new in fresh.items():
             own = self.addresses(rank, number, 0, self.length[rank][number])
@@ -86,7 +86,7 @@ class Story:
         owner = self.rng.integers(self.dealt.devices) if self.rng.random() < 0.3 else None
         for at in self.rng.permutation(len(candidates)):
             address = candidates[at]
-            home = self.dealt.owner(address)
+            home = self.dealt.places[address][0]
             rows = needed[home]
             if len(picks) < most and owner in (None, home) and len(rows | {address}) <= self.room:
                 rows.add(address)
