@@ -16,6 +16,7 @@ from rich.table import Table
 
 from experiments.documents import read_documents
 from models import TINY, Decoder, ModelConfig, load_checkpoint
+from ula_jax import links
 from ula_jax.engine import Engine, EngineConfig
 from ula_jax.parallel import Mode, Parallel, force_cpu_devices, make_mesh
 from ula_jax.placements import make_placement
@@ -80,6 +81,9 @@ class Row:
     h2d_bytes: int = 0
     d2h_bytes: int = 0
     peer_bytes: int = 0
+    """Rows that devices asked each other for."""
+    link_bytes: float = 0.0
+    """What the collectives that find and read the history brought all devices."""
     steps: int = 0
     decoded_tokens: int = 0
     ms_per_step: float = 0.0
@@ -200,6 +204,9 @@ def decode(row: Row, config: Config, model: Decoder, spec: KVSpec, prompts, max_
     if engine.runner.capacity.buffer_slots:
         row.buffer_hit_rate = decoding.buffer_hit_rate
     row.h2d_bytes, row.d2h_bytes, row.peer_bytes = decoding.h2d_bytes, decoding.d2h_bytes, decoding.peer_bytes
+    row.link_bytes = links.received(
+        engine.placement, decoding, row.devices, max_requests, model.config.num_heads, engine.config.gather
+    )
     row.ms_per_step = float(np.median(times)) * 1e3 if times else 0.0
     row.tokens = {i: engine.requests[request].output for i, request in enumerate(ids)}
 
@@ -217,7 +224,8 @@ def show(result: dict[str, Any], rows: list[Row]) -> None:
     )
     headers = (
         "placement", "mode", "host MB", "admitted", "capacity", "distinct", "duplicate MB", "hit rate",
-        "H2D B/token", "D2H B/token", "peer B/token", f"ms/step ({result['platform']})", "tokens identical",
+        "H2D B/token", "D2H B/token", "peer B/token", "links B/token",
+        f"ms/step ({result['platform']})", "tokens identical",
     )  # fmt: skip
     buffers = any(row.buffer_hit_rate is not None for row in rows)
     widest = max(12, *(len(row.placement) for row in rows))
@@ -225,7 +233,8 @@ def show(result: dict[str, Any], rows: list[Row]) -> None:
         justify = "left" if header in ("placement", "mode") else "right"
         table.add_column(header, justify=justify, min_width=widest if header == "placement" else None)
     for row in rows:
-        per_token = [b / max(1, row.decoded_tokens) for b in (row.h2d_bytes, row.d2h_bytes, row.peer_bytes)]
+        moved = (row.h2d_bytes, row.d2h_bytes, row.peer_bytes, row.link_bytes)
+        per_token = [b / max(1, row.decoded_tokens) for b in moved]
         table.add_row(
             row.placement, row.mode, f"{row.budget_host / 1e6:g}", str(row.admitted), str(row.capacity_requests),
             f"{row.distinct_share:.1%}", f"{row.duplicate_bytes / 1e6:.2f}", f"{row.device_hit_rate:.1%}",

@@ -112,10 +112,10 @@ class Architecture:
         ends = [*own[1:], self.layers]
         return tuple(tuple(range(start, end)) for start, end in zip(own, ends, strict=True))
 
-    def weights(self, parallel: Parallel, draft: bool) -> float:
-        """Bytes on each device: linear layers in fp8, embeddings, indexers and W_UK, W_UV for absorbed decoding in
-        bf16. Experts are sharded over all devices; heads, dense layers and
-        embeddings over those of a rank. (SGLang's layout.)"""
+    def parts(self, parallel: Parallel, draft: bool) -> dict[str, float]:
+        """Bytes of weights on each device by kind: linear layers in fp8, embeddings, indexers and W_UK, W_UV for
+        absorbed decoding in bf16. Experts are sharded over all devices; heads, dense layers and embeddings over those
+        of a rank. (SGLang's layout.)"""
         hub, hidden, heads = self.hub, self.hidden, self.heads
         extra = self.drafts if draft else 0
         layers, dense = self.layers + extra, int(hub.get("first_k_dense_replace") or 0)
@@ -125,14 +125,22 @@ class Architecture:
         by_head = (lora or hidden) * heads * (self.nope + self.rope) + up + heads * self.value * hidden
         attention = by_head * FP8 + up * BF16  # of one layer
         expert = 3 * hidden * int(hub.get("moe_intermediate_size") or 0)
-        routed = (layers - dense) * int(hub.get("n_routed_experts") or 0) * expert / parallel.size
         shared = (layers - dense) * int(hub.get("n_shared_experts") or 0) * expert
         wide = dense * 3 * hidden * int(hub["intermediate_size"])
         indexer = int(hub.get("index_n_heads") or 0) * ((lora or hidden) * self.index_dim + hidden)
-        indexers = (len(self.groups) + extra) * (indexer + hidden * self.index_dim) * BF16 if self.index_dim else 0
         table = self.vocabulary * hidden * BF16
-        by_rank = shared + layers * attention + wide + table
-        return routed + by_rank / parallel.tp + table / parallel.size + layers * down + indexers
+        return {
+            "experts": (layers - dense) * int(hub.get("n_routed_experts") or 0) * expert / parallel.size,
+            "by_head": (shared + layers * attention + wide) / parallel.tp,
+            "by_layer": layers * down,
+            "indexers": (len(self.groups) + extra) * (indexer + hidden * self.index_dim) * BF16 * bool(self.index_dim),
+            "embedding": table / parallel.tp,
+            "head": table / parallel.size,
+        }
+
+    def weights(self, parallel: Parallel, draft: bool) -> float:
+        """Bytes on each device."""
+        return sum(self.parts(parallel, draft).values())
 
     def spec(self, config: Config, longest: int) -> KVSpec:
         """The history of contexts up to `longest`."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ula_jax.index_keys import Gather
-from ula_jax.placements.base import Placement
+from ula_jax.metrics import Totals
+from ula_jax.placements.base import Counters, Placement
 from ula_jax.placements.selected_buffer import round_rows
 from ula_jax.spec import KVSpec
 
@@ -47,10 +48,10 @@ def collectives(
         if gather == "candidates":  # of each device its best, with their positions
             numbers = 2 * devices * min(spec.topk, numbers // devices)
         found.append(Collective("select", "all-gather", tokens * FLOAT * numbers, len(spec.groups)))
-    if getattr(placement, "buffer", 0):  # rows that miss, of all layers of a group
-        rows = devices * round_rows(tokens * (spec.topk + 1), devices)
-        sizes = Counter(FLOAT * len(group) * rows * words for group in spec.groups for words in spec.row.lanes)
-        return [*found, *(Collective("attend", "all-gather", size, count) for size, count in sizes.items())]
+    if getattr(placement, "buffer", 0):
+        kind: Kind = getattr(placement, "exchange", "all-gather")
+        sizes = Counter(size for group in spec.groups for size in _round(spec, group, tokens, devices))
+        return [*found, *(Collective("attend", kind, size, count) for size, count in sizes.items())]
     if getattr(placement, "exact", True):  # rows, from their owners
         return [*found, Collective("attend", "all-reduce", tokens * spec.topk * spec.row.nbytes, layers)]
     # Queries of all heads to all owners, and each head's parts of attention back.
@@ -60,3 +61,27 @@ def collectives(
         Collective("attend", "all-gather", tokens * heads * FLOAT * (latent + rope), layers),
         Collective("attend", "all-to-all", tokens * heads * FLOAT * (latent + 1), layers),
     ]
+
+
+def received(
+    placement: Placement, totals: Totals, devices: int, tokens: int, heads: int, gather: Gather = "scores"
+) -> float:
+    """Bytes that all `devices` together received in the steps of `totals`, to find and read the history: of each step
+    what its program always sends, and of selected buffers the rounds that were counted.
+
+    `tokens`: those for which each rank's step is compiled, padding included.
+    """
+    spec, each = totals.spec, placement.striping.devices
+    always = collectives(placement, spec, tokens, heads, gather)
+    if not getattr(placement, "buffer", 0):
+        return sum(one.received(each) for one in always) * devices * totals.steps
+    selecting = sum(one.received(each) for one in always if one.purpose == "select") * devices * totals.steps
+    rounds = totals.rows[:, Counters._fields.index("rounds")].tolist()  # of all devices
+    sizes = [sum(_round(spec, group, tokens, each)) for group in spec.groups]
+    return selecting + sum(n * size for n, size in zip(rounds, sizes, strict=True)) * (each - 1) / each
+
+
+def _round(spec: KVSpec, group: tuple[int, ...], tokens: int, devices: int) -> list[int]:
+    """Bytes on one device, by row lane, of a round that fills a selected buffer with rows of all layers of a group."""
+    rows = devices * round_rows(tokens * (spec.topk + 1), devices)
+    return [FLOAT * len(group) * rows * words for words in spec.row.lanes]

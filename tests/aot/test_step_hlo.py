@@ -25,6 +25,7 @@ STEPS = [
     ("owner_computes", "tp", "decode"),
     ("owner_computes", "tp", "prefill"),
     ("ula", "2x4", "decode"),
+    ("ula:buffer=64,exchange=all-to-all", "tp", "decode"),
 ]
 TWO_LANES = ("ula", "tp", "decode", "fp8")
 CANDIDATES = ("ula", "tp", "decode", "fp32", "candidates")

@@ -6,11 +6,14 @@ import pytest
 
 from models import ModelConfig, init_model
 from tests.ula_jax.engines import SMALL, Recorder, documents, greedy, make_engine
-from ula_jax import verify
+from ula_jax import links, verify
+from ula_jax.metrics import Totals
 from ula_jax.parallel import Parallel, make_mesh
 from ula_jax.placements import GpuOnly, Ula
+from ula_jax.placements.base import Counters
 from ula_jax.policies import LRU, PBLRU, make_policy
 from ula_jax.spec import Budget
+from ula_jax.types import NOWHERE
 
 TOPK, PROMPT, NEW = 16, 40, 24
 LEAST = TOPK + 1
@@ -90,6 +93,55 @@ def test_buffers_of_all_devices_hold_the_rows_of_their_owners():
     assert checked > 100
 
 
+@pytest.mark.parametrize(("devices", "rows"), [(2, "fp8"), (4, "fp32")])
+def test_an_all_to_all_brings_the_same_rows_and_bytes(devices, rows):
+    parallel, budget = Parallel(tp=devices), rows_for(devices, LEAST)
+    expected, tokens, gathered = decode(devices, Ula(parallel, buffer=LEAST), budget, rows=rows)
+    found, same, engine = decode(devices, Ula(parallel, buffer=LEAST, exchange="all-to-all"), budget, rows=rows)
+    assert same == tokens
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    first, second = (
+        links.received(each.placement, each.totals["decode"], devices, 2, 8) for each in (gathered, engine)
+    )
+    assert first == second > 0
+
+
+def test_rounds_are_those_of_the_owner_of_most_missing_rows():
+    """Recounted step by step from what the buffer held before, and the bytes with them."""
+    devices, groups = 4, 2
+    placement = Ula(Parallel(tp=devices), buffer=LEAST)
+    _, _, engine = decode(devices, placement, rows_for(devices, LEAST), requests=1)
+    spec, seen = engine.spec, []
+    engine.totals["decode"] = Totals(spec)
+    engine.on_step = lambda rows, batch, output: seen.append((batch, output))
+    engine.submit(documents(1, PROMPT, seed=5)[0], greedy(NEW))
+    engine.submit(documents(1, PROMPT, seed=6)[0], greedy(NEW))
+    counted = np.zeros(groups, int)
+    while engine.busy:
+        before = [np.asarray(group.buffer.mapping.location[0]) for group in engine.runner.state.groups]
+        was = engine.totals["decode"].steps
+        engine.step()
+        batch, output = seen.pop()
+        for group, location in enumerate(before):
+            picks, table = np.asarray(output.selected[group])[0], np.asarray(batch.page_table)[0]
+            pages = table[np.arange(len(table))[:, None, None], np.maximum(picks, 0) // spec.page_size]
+            addresses = np.unique((pages * spec.page_size + picks % spec.page_size)[picks >= 0])
+            missing = addresses[(location[addresses] < 0) & (location[addresses] != NOWHERE)]
+            most = max(np.sum(missing % devices == owner) for owner in range(devices))
+            rounds = -(-most // -(-(picks.size // spec.topk * (spec.topk + 1)) // (8 * devices)))
+            assert (np.asarray(output.counters)[:, group, Counters._fields.index("rounds")] == rounds).all()
+            if engine.totals["decode"].steps > was:
+                counted[group] += rounds
+    assert counted.min() > 0
+    totals = engine.totals["decode"]
+    sent = -(-2 * (spec.topk + 1) // (8 * devices)) * spec.row.nbytes  # rows that an owner sends in a round, per layer
+    layers = np.array([len(group) for group in spec.groups])
+    scores = 2 * spec.table_width * spec.page_size * 4 * groups * (devices - 1) / devices * totals.steps
+    by_hand = devices * ((devices - 1) * sent * int(counted @ layers) + scores)
+    assert links.received(placement, totals, devices, 2, 8) == pytest.approx(by_hand)
+
+
 def test_verify_finds_a_row_left_in_a_buffer():
     _, _, engine = decode(2, Ula(Parallel(tp=2), buffer=LEAST), rows_for(2, LEAST), requests=1)
     verify.check(engine.placement, engine.runner.state, [np.zeros(0, np.int32)])
@@ -113,6 +165,11 @@ def test_verify_finds_a_row_left_in_a_buffer():
 def test_buffers_that_cannot_be_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_an_exchange_that_is_none_is_refused(unchecked):
+    with pytest.raises(ValueError, match=r"expected an exchange of \['all-gather', 'all-to-all'\], found 'ring'"):
+        Ula(Parallel(tp=2), exchange="ring")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_buffer_below_one_selection_is_refused_with_the_least():

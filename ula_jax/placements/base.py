@@ -86,6 +86,8 @@ class Counters(NamedTuple):
     """Selected entries that came from other devices."""
     buffer_hits: Scalar
     """Selected entries that were in the device's selected buffer, whoever owns them."""
+    rounds: Scalar
+    """Rounds in which owners sent what selected buffers missed; the same number on every device of a stripe."""
     dropped: Scalar
     """Rows for which no slot was found. Always 0: anything else is a bug and stops the engine."""
 

@@ -26,6 +26,7 @@ from ula_jax.placements.base import (
     check_room,
     decodable,
 )
+from ula_jax.placements.selected_buffer import EXCHANGES, Exchange
 from ula_jax.policies import PBLRU
 from ula_jax.policies.base import Policy, prefetch
 from ula_jax.pool import Group
@@ -40,17 +41,23 @@ class Ula:
 
     `buffer`, under TP: rows per request of each device's selected buffer, at least a selection and the new row; 0 means
     none, and that every selected row is fetched from its owner in every step. All requests share it.
-    `stripe`, under TP: neighbouring addresses that one device owns.
+    `stripe`, under TP: neighbouring addresses that one device owns. `exchange`: the collective that brings rows
+    into buffers.
     """
 
     parallel: Parallel = Parallel()
     policy: Policy[Any] = PBLRU()
     buffer: int = 0
     stripe: int = 1
+    exchange: Exchange = "all-gather"
     exclusive: ClassVar[bool] = True
     name: ClassVar[str] = "ula"
 
     def __post_init__(self):
+        if self.exchange not in EXCHANGES:
+            raise ValueError(
+                f"{self.name}: expected an exchange of {list(EXCHANGES)}, found {self.exchange!r}; choose one of them"
+            )
         if self.buffer and self.striping.devices == 1:
             raise ValueError(
                 f"{self.name}: expected a buffer of 0 where a device owns all rows that it reads, found {self.buffer} "
@@ -122,7 +129,9 @@ class Ula:
     def resolve(self, group: Group, selection: Selection) -> tuple[Readable, Group, Counters]:
         if not self.buffer:
             return self._resolve(group, selection)
-        return selected_buffer.resolve(self._resolve, self.policy, self.striping, TP, group, selection)
+        return selected_buffer.resolve(
+            self._resolve, self.policy, self.striping, self.exchange, group, selection
+        )
 
     def _resolve(self, group: Group, selection: Selection) -> tuple[Readable, Group, Counters]:
         """Make rows readable on the devices that own them."""
