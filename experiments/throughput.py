@@ -280,7 +280,7 @@ def _moved(spec: KVSpec, outputs: list[StepOutput]) -> dict[str, Any]:
     if lost := totals.count("dropped"):
         raise RuntimeError(f"placement: expected a place for every row, found none for {lost}; this is a bug")
     steps = totals.steps
-    others = ("dropped", "peer_rows", "buffer_hits")
+    others = ("dropped", "peer_rows", "buffer_hits", "rounds")
     rows = {name: totals.count(name) / steps for name in Counters._fields if name not in others}
     return {
         "hit_rate": totals.device_hit_rate, "h2d_bytes": totals.h2d_bytes / steps,
