@@ -23,7 +23,7 @@ from benchmarks.case import Case
 from benchmarks.timing import Timing, first_result, per_call
 from ula_jax.report import environment, print_table, report, stderr
 
-PARTS = {"case", "card", "timing", "__main__"}
+PARTS = {"case", "card", "driven", "glm_slice", "multi_gpu", "timing", "__main__"}
 
 
 @dataclass(frozen=True)

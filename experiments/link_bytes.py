@@ -16,7 +16,7 @@ from typing import Any
 import tyro
 from rich.table import Table
 
-from experiments.glm_slice import GLM
+from benchmarks.glm_slice import GLM
 from models import ModelConfig
 from ula_jax.links import Collective, collectives
 from ula_jax.parallel import Parallel

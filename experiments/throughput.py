@@ -1,8 +1,8 @@
 """Decode throughput of every placement on one GPU of a DP node, over the batch, with equal memory.
 
-The model is a slice of GLM-5.3 at its real widths with random bf16 weights (`experiments.glm_slice`), the requests have
+The model is a slice of GLM-5.3 at its real widths with random bf16 weights (`benchmarks.glm_slice`), the requests have
 made-up histories of 64K to 128K tokens, and a trace says what they read, while the indexer, its scores and the top-k
-still run (`experiments.driven`). A point is one placement at one batch: a process of its own, whose result is kept in
+still run (`benchmarks.driven`). A point is one placement at one batch: a process of its own, whose result is kept in
 OUT/throughput and not measured again by the same code.
 
 `tokens_per_s` and `step_ms` are of steps sent to the device without waiting for any; `tpot_ms` waits for the tokens of
@@ -33,9 +33,9 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from benchmarks.driven import Requests, Streams, calibrated, captured, rounds_needed
+from benchmarks.glm_slice import layer_slice, share
 from experiments import throughput_report
-from experiments.driven import Requests, Streams, calibrated, captured, rounds_needed
-from experiments.glm_slice import layer_slice, share
 from experiments.stage_times import NO_GRAPHS, stage_times
 from models import Decoder, init_model
 from ula_jax import verify
@@ -49,8 +49,8 @@ from ula_jax.runner import Runner, StepOutput
 from ula_jax.spec import Budget, Capacity, KVSpec
 
 PARALLEL = Parallel()
-MINE = ("driven", "glm_slice", "stage_times", "throughput")
-"""Modules of this package that decide a result."""
+MINE = ("benchmarks/driven", "benchmarks/glm_slice", "experiments/stage_times", "experiments/throughput")
+"""Modules beside the product that decide a result."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def point_file(config: Config, name: str, batch: int) -> Path:
 def _code() -> str:
     code, here = hashlib.sha256(), Path(__file__).parent
     product = (file for name in ("pallas_kernels", "ula_jax", "models") for file in (here.parent / name).rglob("*.py"))
-    for file in (*sorted(product), *(here / f"{name}.py" for name in MINE)):
+    for file in (*sorted(product), *(here.parent / f"{name}.py" for name in MINE)):
         code.update(file.read_bytes())
     return code.hexdigest()
 

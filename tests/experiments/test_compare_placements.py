@@ -118,7 +118,7 @@ def test_bad_input_is_one_line(tmp_path):
 def test_devices_that_do_not_divide_the_heads(tmp_path):
     config = {**json.loads((TINY / "config.json").read_text()), "n_routed_experts": 9}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    fails("heads: expected a multiple of the 3 devices, found 8", devices=3, model=tmp_path)
+    fails("heads: expected a multiple of the 3 devices that share it, found 8", devices=3, model=tmp_path)
 
 
 def test_a_byte_outside_the_vocabulary(tmp_path):

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import driven, throughput
-from experiments.glm_slice import GLM, layer_slice
+from benchmarks import driven
+from benchmarks.glm_slice import GLM, layer_slice
+from experiments import throughput
 from experiments.stage_times import scopes_of, stage_of
 from experiments.throughput_report import bars
 from ula_jax.report import UserError

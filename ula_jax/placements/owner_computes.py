@@ -15,6 +15,7 @@ from ula_jax.parallel import TP
 from ula_jax.placements.base import Attended, Counters, Query, Readable, Selection, attend_slots, merged
 from ula_jax.placements.ula import Ula
 from ula_jax.pool import Group
+from ula_jax.types import Array, Float32
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,19 @@ class OwnerComputes(Ula):
     def attend(self, group: Group, layer: int, readable: Readable, query: Query) -> Attended:
         if self.striping.devices == 1:
             return super().attend(group, layer, readable, query)
-        heads = jax.lax.all_gather(query.vectors, TP, axis=2, tiled=True)
-        mine = attend_slots(replace(query, vectors=heads), group.device, layer, readable.locations)
-        parts = jnp.concatenate([mine.output, mine.lse[..., None]], axis=-1)
-        parts = jax.lax.all_to_all(parts, TP, split_axis=2, concat_axis=0, tiled=True)
-        parts = parts.reshape(self.striping.devices, -1, *parts.shape[1:])
-        return merged(Attended(parts[..., :-1], parts[..., -1]))
+        vectors = all_heads(query.vectors)
+        return merged(own_heads(attend_slots(replace(query, vectors=vectors), group.device, layer, readable.locations)))
+
+
+def all_heads(vectors: Float32[Array, "batch steps heads width"]) -> Float32[Array, "batch steps all_heads width"]:
+    """Queries of all devices' heads, on each device."""
+    return jax.lax.all_gather(vectors, TP, axis=2, tiled=True)
+
+
+def own_heads(mine: Attended) -> Attended:
+    """This device's parts [batch, steps, all heads, ...] -> of its own heads every device's [devices, batch, ...]."""
+    parts = jnp.concatenate([mine.output, mine.lse[..., None]], axis=-1)
+    devices = jax.lax.axis_size(TP)
+    parts = jax.lax.all_to_all(parts, TP, split_axis=2, concat_axis=0, tiled=True)
+    parts = parts.reshape(devices, -1, *parts.shape[1:])
+    return Attended(parts[..., :-1], parts[..., -1])

@@ -112,7 +112,7 @@ def _from_owners(
         entry = jnp.where(number < count[:, None], order[jnp.minimum(first + number, wanted.size - 1)], EMPTY)
         mine, at = maps.lookup(slots, entry[rank], EMPTY), maps.lookup(target, entry.reshape(-1), EMPTY)
         sent = (sparse_gather.gather_layers(lane, mine) for lane in owned.device)
-        got = (_to_all(lane, devices, exchange) for lane in sent)
+        got = (to_all(lane, devices, exchange) for lane in sent)
         filled = (sparse_gather.scatter_layers(lane, at, come) for lane, come in zip(lanes, got, strict=True))
         return turn + 1, tuple(filled)
 
@@ -121,7 +121,7 @@ def _from_owners(
     return replace(buffer, device=lanes), rounds
 
 
-def _to_all(rows: Array, devices: int, exchange: Exchange) -> Array:
+def to_all(rows: Array, devices: int, exchange: Exchange) -> Array:
     """Rows [layers, rows, words] of this device -> [layers, devices * rows, words] of all devices, on each of them."""
     if exchange == "all-gather":
         return jax.lax.all_gather(rows, TP, axis=1, tiled=True)

@@ -22,15 +22,16 @@ GLM = KNOWN["glm-5.3"] | dict(num_nextn_predict_layers=0)
 LAYERS = GLM["num_hidden_layers"]
 
 TINY_WIDTHS = dict(
-    vocab_size=6144, hidden_size=64, num_attention_heads=4, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16,
+    vocab_size=6144, hidden_size=64, num_attention_heads=8, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16,
     qk_rope_head_dim=8, v_head_dim=16, intermediate_size=96, moe_intermediate_size=32, n_routed_experts=64,
     num_experts_per_tok=2, index_topk=16, index_head_dim=16, index_n_heads=4,
 )  # fmt: skip
 """GLM for a CPU."""
 
 
-def layer_slice(first: int, layers: int, tiny: bool = False) -> ModelConfig:
-    """Layers first .. first + layers - 1 of one GPU. UserError unless the first of them has an indexer."""
+def layer_slice(first: int, layers: int, tiny: bool = False, gpus: int = 1) -> ModelConfig:
+    """Layers first .. first + layers - 1, with the experts of so many of eight GPUs. UserError unless the first
+    of them has an indexer."""
     whole = ModelConfig.from_hub(GLM | TINY_WIDTHS if tiny else GLM)
     kept = slice(first, first + layers)
     if not (first >= 0 and layers >= 1 and kept.stop <= LAYERS and whole.full_layers[first]):
@@ -44,7 +45,7 @@ def layer_slice(first: int, layers: int, tiny: bool = False) -> ModelConfig:
         num_layers=layers,
         sparse_layers=whole.sparse_layers[kept],
         full_layers=whole.full_layers[kept],
-        num_experts=whole.num_experts // GPUS,
+        num_experts=whole.num_experts * gpus // GPUS,
         vocab_size=max(1, round(whole.vocab_size * layers / LAYERS / 128)) * 128,
     )
 

@@ -1,4 +1,4 @@
-"""Requests with made-up histories whose selections come from a trace, while the model's own indexer still works.
+"""Requests of one rank with made-up histories, whose selections a trace decides while the model's indexer still works.
 
 Nothing is prefilled: random rows and index keys go in through the placement's own `resolve` and `append`, in the chunks
 of a prefill, so that maps, policy and both tiers are as after one. What is hot settles in warm-up steps.
@@ -21,7 +21,7 @@ from models.draws import normal
 from ula_jax import index_keys, memory
 from ula_jax.address import PageAllocator, addresses_of, page_table
 from ula_jax.history import Batch, KVState
-from ula_jax.parallel import DP
+from ula_jax.parallel import DP, TP
 from ula_jax.placements.base import Selection
 from ula_jax.report import UserError, replacing
 from ula_jax.runner import Runner, StepOutput
@@ -103,7 +103,8 @@ class Requests:
         self.stream, starts = streams.schedule(batch, len(spec.groups))
         self.histories = np.asarray(streams.histories, np.int32)[self.stream]
         room = -1 if capacity.resident is None else capacity.resident
-        self.resident = int(self.histories.sum()) + batch * steps <= room
+        held = [runner.placement.striping.share(int(length) + steps) for length in self.histories]
+        self.resident = sum(held) <= room
         """No row leaves the device in any step."""
         pages = PageAllocator(capacity.addresses // spec.page_size, spec.page_size)
         self.pages = [pages.allocate(int(length) + steps) for length in self.histories]
@@ -120,7 +121,7 @@ class Requests:
     def fill(self, seed: int = 0, chunk: int = 8192) -> None:
         """Store the histories, request after request. RuntimeError if a row found no place."""
         runner, spec = self.runner, self.runner.spec
-        chunk = min(chunk, runner.capacity.device_slots)
+        chunk = min(chunk, runner.capacity.device_slots, runner.capacity.buffer_slots or chunk)
         store: Callable[..., KVState] = runner.compile(_store(runner))
         page, draw = spec.page_size, 0
         for number, (held, length) in enumerate(zip(self.pages, self.histories.tolist(), strict=True)):
@@ -135,7 +136,8 @@ class Requests:
 
     def check(self) -> None:
         """RuntimeError unless as many rows are stored as there are tokens."""
-        expected = int(self.histories.sum()) + self.steps_done * len(self.histories)
+        copies = self.runner.placement.parallel.tp // self.runner.placement.striping.devices
+        expected = copies * (int(self.histories.sum()) + self.steps_done * len(self.histories))
         for group in self.runner.state.groups:
             stored = int(jnp.sum(group.mapping.location != NOWHERE))
             if stored != expected:
@@ -177,8 +179,6 @@ def _batch(trace: Any, fixed: Any, tokens: Array, start: Array) -> Batch:
 def _store(runner: Runner) -> Callable[..., KVState]:
     """A change of the state: store a chunk [1, chunk] of one request's addresses, with random rows and index keys."""
     spec, placement = runner.spec, runner.placement
-    if placement.striping.devices > 1:
-        raise ValueError("made-up histories: expected a placement that stripes over no devices; use mode dp")
 
     def store(state: KVState, addresses: Array, number: Array, key: Array) -> KVState:
         def draw(width: int) -> Array:
@@ -186,6 +186,7 @@ def _store(runner: Runner) -> Callable[..., KVState]:
             key = key + jnp.array([0, 1 << 20], jnp.uint32)
             return normal(key, (addresses.size, width))
 
+        rank = jax.lax.axis_index(TP) if placement.striping.devices > 1 else 0
         nothing = jnp.full((*addresses.shape, 1), EMPTY, jnp.int32)
         empty = jnp.zeros((1, 0), jnp.int32)
         selection = Selection(nothing, addresses, number, empty, empty.astype(jnp.float32))
@@ -196,7 +197,7 @@ def _store(runner: Runner) -> Callable[..., KVState]:
                 group = placement.append(group, place, readable, spec.row.pack(draw(spec.row.width)))
             groups.append(group)
             new = draw(spec.index_dim)[None]
-            keys.append(index_keys.append(spec.index_key, stored, addresses, new, placement.striping, 0))
+            keys.append(index_keys.append(spec.index_key, stored, addresses, new, placement.striping, rank))
         return KVState(tuple(groups), tuple(keys))
 
     return store
