@@ -40,7 +40,7 @@ def decode(placement, device_rows, gather="scores"):
     [
         (Ula(Parallel(4, 2), stripe=4), 40, "scores"),
         (Ula(Parallel(2, 4), stripe=2), 36, "candidates"),
-        (Ula(Parallel(2, 4), buffer=TOPK + 1), 80, "scores"),
+        (Ula(Parallel(2, 4), buffer=TOPK + 1, stripe=2), 80, "scores"),
     ],
 )
 def test_logits_equal_gpu_only_bit_for_bit(placement, device_rows, gather):

@@ -27,6 +27,14 @@ def test_parts_of_attention_merge_to_the_whole(parts):
     assert np.isneginf(found.lse[2]).all()
 
 
+def test_f19_two_shards_with_scores_0_and_5_merge_by_their_natural_log_sum_exp():
+    output, lse = np.array([1, 3], np.float32), np.array([0, 5], np.float32)
+    found = merged(Attended(output.reshape(2, 1, 1, 1, 1), lse.reshape(2, 1, 1, 1)))
+    weight = np.exp(5) / (1 + np.exp(5))
+    np.testing.assert_allclose(found.output, np.full((1, 1, 1, 1), 1 + 2 * weight), rtol=1e-6)
+    np.testing.assert_allclose(found.lse, np.full((1, 1, 1), np.log(1 + np.exp(5))), rtol=1e-6)
+
+
 def decode(devices, placement, device_rows):
     parallel = Parallel(tp=devices)
     config = ModelConfig.from_hub(SMALL | dict(num_attention_heads=8, n_routed_experts=8))

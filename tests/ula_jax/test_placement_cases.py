@@ -11,6 +11,7 @@ from ula_jax import pool, verify
 from ula_jax.placements import PLACEMENTS, GpuOnly, Ula
 from ula_jax.placements.base import Counters
 from ula_jax.rows import RowFormat
+from ula_jax.types import NOWHERE
 
 every_placement = pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind[0])
 SMALL = dict(requests=1, topk=3, context=16, page=8)
@@ -174,6 +175,18 @@ def test_the_world_catches_broken_placements(broken, monkeypatch):
 
     with pytest.raises(AssertionError):
         use()
+
+
+@pytest.mark.parametrize("name", ["ula", "owner_computes"])
+def test_f17_rows_on_both_sides_of_a_wide_stripe(name):
+    """Positions 63 | 64 and 127 | 128 of two devices with stripes of 64: attention over both parts is that over all."""
+    world = World(harness(name, None, "tp", 2, "fp32", requests=1, topk=4, context=256, page=128, stripe=64))
+    for address in range(130):
+        world.step([{0: Want.same([address], new=[address])}])
+    for chosen in ([63, 64, 127, 128], [62, 63], [64, 127], [0, 128, 129]):
+        world.step([{0: Want.same(chosen)}])
+    owners = [set(np.flatnonzero(world.locations(world.groups[0])[device] != NOWHERE)) for device in range(2)]
+    assert owners == [set(range(66)), set(range(64))]
 
 
 def test_f20_layers_are_numbered_within_their_group():

@@ -19,17 +19,17 @@ TOPK, PROMPT, NEW = 16, 40, 24
 LEAST = TOPK + 1
 
 
-def decode(devices, placement, device_rows, *, requests=3, rows="fp32", gather="scores"):
+def decode(devices, placement, device_rows, *, requests=3, rows="fp32", gather="scores", prompt=PROMPT, new=NEW):
     """Requests come and go two at a time, so that addresses are used again. One step shape for prompt and output."""
     parallel = Parallel(tp=devices)
     config = ModelConfig.from_hub(SMALL | dict(num_attention_heads=8, n_routed_experts=8))
     engine = make_engine(
         init_model(config, make_mesh(parallel), parallel, seed=3), placement, device_rows, 300, rows=rows,
-        max_context=PROMPT + NEW, max_requests=2, prefill_rows=2, prefill_chunk=2, trace=True, gather=gather,
+        max_context=prompt + new, max_requests=2, prefill_rows=2, prefill_chunk=2, trace=True, gather=gather,
         fast_path=rows == "fp8",
     )  # fmt: skip
     recorder = Recorder(engine)
-    ids = [engine.submit(prompt, greedy(NEW)) for prompt in documents(requests, PROMPT)]
+    ids = [engine.submit(tokens, greedy(new)) for tokens in documents(requests, prompt)]
     tokens = sorted((token[:2] for token in engine.run()), key=lambda token: token[0])
     return [recorder.stacked(request) for request in ids], tokens, engine
 
@@ -55,6 +55,21 @@ def test_logits_equal_gpu_only_bit_for_bit_with_a_buffer_that_evicts(devices, ro
     assert count("peer_rows") > 0
     # Each device finds a selected row in its buffer, owns it, gets it from a peer, or makes it in this step.
     assert count("selected") > count("buffer_hits") + count("peer_rows")
+
+
+@pytest.mark.parametrize("gather", ["scores", "candidates"])
+def test_devices_that_own_nothing_of_a_request(gather):
+    """Five tokens at most, on eight devices: three own none of them, and all have all in their buffers."""
+    parallel = Parallel(tp=8)
+    sizes = dict(prompt=3, new=2, requests=2, gather=gather)
+    expected, tokens, _ = decode(8, GpuOnly(parallel), 64, **sizes)
+    found, same, engine = decode(8, Ula(parallel, buffer=LEAST), 64, **sizes)
+    assert same == tokens
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    counters = engine.totals["decode"]
+    assert counters.count("buffer_hits") > 0
+    assert counters.count("host_fetches") == 0
 
 
 @pytest.mark.parametrize("policy", ["lru", "clock", "pb_lru:rounds=4"])
