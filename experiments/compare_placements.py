@@ -224,8 +224,7 @@ def show(result: dict[str, Any], rows: list[Row]) -> None:
     )
     headers = (
         "placement", "mode", "host MB", "admitted", "capacity", "distinct", "duplicate MB", "hit rate",
-        "H2D B/token", "D2H B/token", "peer B/token", "links B/token",
-        f"ms/step ({result['platform']})", "tokens identical",
+        "H2D B/token", "D2H B/token", "peer B/token", f"ms/step ({result['platform']})", "tokens identical",
     )  # fmt: skip
     buffers = any(row.buffer_hit_rate is not None for row in rows)
     widest = max(12, *(len(row.placement) for row in rows))
@@ -233,7 +232,7 @@ def show(result: dict[str, Any], rows: list[Row]) -> None:
         justify = "left" if header in ("placement", "mode") else "right"
         table.add_column(header, justify=justify, min_width=widest if header == "placement" else None)
     for row in rows:
-        moved = (row.h2d_bytes, row.d2h_bytes, row.peer_bytes, row.link_bytes)
+        moved = (row.h2d_bytes, row.d2h_bytes, row.peer_bytes)
         per_token = [b / max(1, row.decoded_tokens) for b in moved]
         table.add_row(
             row.placement, row.mode, f"{row.budget_host / 1e6:g}", str(row.admitted), str(row.capacity_requests),
