@@ -99,6 +99,8 @@ class Requests:
 
     def __init__(self, runner: Runner, streams: Streams, batch: int, steps: int):
         spec, capacity = runner.spec, runner.capacity
+        if (ranks := runner.placement.parallel.dp) > 1:
+            raise ValueError(f"requests: expected a placement of one rank, found {ranks}; use TP over all devices")
         self.runner, self.steps_left, self.steps_done = runner, steps, 0
         self.stream, starts = streams.schedule(batch, len(spec.groups))
         self.histories = np.asarray(streams.histories, np.int32)[self.stream]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,6 +16,8 @@ from benchmarks.glm_slice import GLM, layer_slice
 from experiments import throughput
 from experiments.stage_times import scopes_of, stage_of
 from experiments.throughput_report import bars
+from ula_jax.parallel import Parallel
+from ula_jax.placements import GpuOnly
 from ula_jax.report import UserError
 from ula_jax.traces import Trace, save
 
@@ -182,13 +185,16 @@ def test_rows_that_went_missing_are_noticed():
     class Lost:
         steps_done, histories = 0, np.array([3, 4])
 
-        class runner:
-            class state:
-                groups = ()
+        runner = SimpleNamespace(placement=GpuOnly(), state=SimpleNamespace(groups=[_group_with_rows(6)]))
 
-    Lost.runner.state.groups = [_group_with_rows(6)]
     with pytest.raises(RuntimeError, match="expected 7 rows, found 6"):
         driven.Requests.check(Lost)
+
+
+def test_several_ranks_are_refused():
+    runner = SimpleNamespace(spec=None, capacity=None, placement=GpuOnly(Parallel(2, 2)))
+    with pytest.raises(ValueError, match="expected a placement of one rank, found 2; use TP over all devices"):
+        driven.Requests(runner, None, 1, 1)
 
 
 def _group_with_rows(count):
