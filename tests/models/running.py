@@ -45,7 +45,7 @@ def compiled(model, mesh, body, optimize=False):
     Compiling takes nearly all of the time of these tests, and LLVM's optimisations half of that.
     """
     graphdef, state = nnx.split(model)
-    batch = P(DP) if model.parallel.dp > 1 else P()
+    batch = P(DP) if mesh.shape[DP] > 1 else P()
 
     def local(state, arrays):
         return body(nnx.merge(graphdef, state), *arrays)
