@@ -41,6 +41,11 @@ def run(config: Config) -> dict[str, Any]:
     if config.gather not in ("scores", "candidates"):
         raise UserError(f"gather: expected 'scores' or 'candidates', found {config.gather!r}; choose one of them")
     model, rows = capacity.architecture(config.model), []
+    if not model.index_dim:
+        raise UserError(
+            f"model: expected one with an indexer, found {config.model!r}: attention to all rows was not measured; "
+            "choose glm-5.3 or deepseek-v3.2"
+        )
     for hardware in config.hardware:
         settings = capacity.Config(hardware=hardware, model=config.model)
         node, card = capacity.machine(settings), CARDS.get(hardware.partition("x")[2])

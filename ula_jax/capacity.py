@@ -5,6 +5,7 @@ how much memory is left for the history: what a machine has, less what serving l
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,9 @@ CARDS = {"B300": (275_040 * 2**20, 192e9), "H200": (143_771 * 2**20, 128e9)}
 LENGTHS = 8
 """Different lengths of a range of contexts."""
 FP8, BF16 = 1, 2
+MLA = ("glm_moe_dsa", "deepseek_v32", "deepseek_v3", "deepseek_v2")
+GQA = {"qwen3_moe": ("num_experts", "moe_intermediate_size"), "mixtral": ("num_local_experts", "intermediate_size")}
+"""Model types, as the hub names them; of the second kind also how experts and their width are named."""
 
 
 @dataclass(frozen=True)
@@ -85,24 +89,36 @@ def machine(config: Config) -> Machine:
 
 
 class Architecture:
-    """Sizes of an MLA model, read from its hub config.json."""
+    """Sizes of a model, read from its hub config.json. A row is an MLA latent with its roped key, or all keys and
+    values of grouped-query attention (GQA)."""
 
     def __init__(self, hub: Mapping[str, Any]):
-        self.hub = hub
-        try:
-            self.hidden, self.layers, self.heads = (
-                int(hub[name]) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        self.hub, kind = hub, hub.get("model_type")
+        if kind not in (*MLA, *GQA):
+            raise UserError(
+                f"model: expected a config.json of type {', '.join((*MLA, *GQA))}, found {kind!r}; the history of "
+                "others (compressed, windows, recurrent layers) is not modelled"
             )
-            self.latent, self.rope = int(hub["kv_lora_rank"]), int(hub["qk_rope_head_dim"])
-            self.nope, self.value = int(hub["qk_nope_head_dim"]), int(hub["v_head_dim"])
-            self.vocabulary = int(hub["vocab_size"])
+        try:
+            self.hidden, self.layers, self.heads, self.vocabulary = (
+                int(hub[name]) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+            )
+            if kind in MLA:
+                self.kv_heads = 1
+                self.latent, self.rope = int(hub["kv_lora_rank"]), int(hub["qk_rope_head_dim"])
+                self.nope, self.value = int(hub["qk_nope_head_dim"]), int(hub["v_head_dim"])
+            else:
+                self.kv_heads = int(hub["num_key_value_heads"])
+                self.value = int(hub.get("head_dim") or self.hidden // self.heads)
+                self.latent, self.rope, self.nope = 2 * self.kv_heads * self.value, 0, self.value
         except (KeyError, TypeError) as wrong:
             raise UserError(
-                f"model: expected an MLA model's config.json, found none of {wrong} in it; models without latent rows "
-                "cannot be stored here"
+                f"model: expected the config.json of a {kind}, found none of {wrong} in it; use the hub's own file"
             ) from wrong
         self.index_dim = int(hub.get("index_head_dim") or 0)
         self.drafts = int(hub.get("num_nextn_predict_layers") or 0)
+        names = GQA.get(kind, ("n_routed_experts", "moe_intermediate_size"))
+        self.experts, self.expert_width = (int(hub.get(name) or 0) for name in names)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -116,27 +132,31 @@ class Architecture:
         """Bytes of weights on each device by kind: linear layers in fp8, embeddings, indexers and W_UK, W_UV for
         absorbed decoding in bf16. Experts are sharded over all devices; heads, dense layers and embeddings over those
         of a rank. (SGLang's layout.)"""
-        hub, hidden, heads = self.hub, self.hidden, self.heads
+        hub, hidden = self.hub, self.hidden
         extra = self.drafts if draft else 0
         layers, dense = self.layers + extra, int(hub.get("first_k_dense_replace") or 0)
-        lora = hub.get("q_lora_rank")
-        down = hidden * ((lora or 0) + self.latent + self.rope)
-        up = self.latent * heads * (self.nope + self.value)
-        by_head = (lora or hidden) * heads * (self.nope + self.rope) + up + heads * self.value * hidden
-        attention = by_head * FP8 + up * BF16  # of one layer
-        expert = 3 * hidden * int(hub.get("moe_intermediate_size") or 0)
+        lora = int(hub.get("q_lora_rank") or 0)
+        down = hidden * (lora + self.latent + self.rope) / self.row_parts(parallel)
+        up = self.latent * self.heads * (self.nope + self.value) if hub["model_type"] in MLA else 0
+        by_head = self.heads * ((lora or hidden) * (self.nope + self.rope) + self.value * hidden)
+        attention = (by_head + up) * FP8 + up * BF16  # of one layer
+        expert = 3 * hidden * self.expert_width
         shared = (layers - dense) * int(hub.get("n_shared_experts") or 0) * expert
         wide = dense * 3 * hidden * int(hub["intermediate_size"])
         indexer = int(hub.get("index_n_heads") or 0) * ((lora or hidden) * self.index_dim + hidden)
         table = self.vocabulary * hidden * BF16
         return {
-            "experts": (layers - dense) * int(hub.get("n_routed_experts") or 0) * expert / parallel.size,
+            "experts": (layers - dense) * self.experts * expert / parallel.size,
             "by_head": (shared + layers * attention + wide) / parallel.tp,
             "by_layer": layers * down,
             "indexers": (len(self.groups) + extra) * (indexer + hidden * self.index_dim) * BF16 * bool(self.index_dim),
             "embedding": table / parallel.tp,
             "head": table / parallel.size,
         }
+
+    def row_parts(self, parallel: Parallel) -> int:
+        """Parts into which the devices of a rank divide a row by heads, where they do not divide positions."""
+        return math.gcd(parallel.tp, self.kv_heads)
 
     def weights(self, parallel: Parallel, draft: bool) -> float:
         """Bytes on each device."""
@@ -221,9 +241,13 @@ def run(config: Config) -> dict[str, Any]:
                 f"found {node.device_bytes * config.usable / 1e9:.1f} usable; take more devices or larger ones"
             )
         budget = Budget(int(left), int(node.host_bytes))
-        rows += [plan(name, parallel, spec, budget, config.context, weights) for name in names(config, parallel)]
+        parts = model.row_parts(parallel)
+        rows += [
+            plan(name, parallel, spec, budget, config.context, weights, parts)
+            for name in names(config, parallel, spec)
+        ]  # fmt: skip
     about = {
-        "hardware": {**asdict(node), "usable": config.usable}, "model": config.model, "draft_layer": config.draft,
+        "hardware": {**asdict(node), "usable": config.usable}, "model": config.model, "draft_layer": config.draft and model.drafts > 0,
         "row_bytes": spec.row_bytes, "device_bytes_per_token": spec.index_bytes,
     }  # fmt: skip
     return {"rows": [asdict(row) for row in rows], "assumptions": about}
@@ -236,14 +260,22 @@ def _parallel(mode: Mode, devices: int) -> Parallel:
         raise UserError(str(wrong)) from wrong
 
 
-def names(config: Config, parallel: Parallel) -> tuple[str, ...]:
+def names(config: Config, parallel: Parallel, spec: KVSpec) -> tuple[str, ...]:
+    """Dense attention selects everything: no buffer smaller than the history holds that."""
     if config.placements:
         return config.placements
-    return (*PLACEMENTS, *((f"ula:buffer={config.buffer}",) if parallel.tp > 1 else ()))
+    buffered = parallel.tp > 1 and config.buffer > spec.topk
+    return (*PLACEMENTS, *((f"ula:buffer={config.buffer}",) if buffered else ()))
 
 
-def plan(name: str, parallel: Parallel, spec: KVSpec, budget: Budget, context: str, weights: float) -> Row:
+def plan(
+    name: str, parallel: Parallel, spec: KVSpec, budget: Budget, context: str, weights: float, parts: int = 1
+) -> Row:
+    """`parts`: of a row (`Architecture.row_parts`), if the placement does not stripe positions."""
     placement, contexts = make_placement(name, parallel), lengths(context)
+    if placement.striping.devices > 1:
+        parts = 1
+    spec = replace(spec, row=replace(spec.row, latent=spec.row.latent // parts))
     capacity = fitting(placement, spec, budget)
     number = admitted(capacity, contexts)
 
@@ -261,8 +293,8 @@ def plan(name: str, parallel: Parallel, spec: KVSpec, budget: Budget, context: s
         binds = most if capacity.host_slots and without[most] > number else "device"
     slots = capacity.device_slots + capacity.host_slots + (capacity.buffer_slots or 0)
     return Row(
-        name, parallel.mode, context, number, binds, capacity.tokens / (parallel.size * slots), capacity.device_slots,
-        capacity.host_slots, weights / 1e9,
+        name, parallel.mode, context, number, binds, parts * capacity.tokens / (parallel.size * slots),
+        capacity.device_slots, capacity.host_slots, weights / 1e9,
     )  # fmt: skip
 
 

@@ -25,7 +25,17 @@ KNOWN: dict[str, dict[str, Any]] = {
         intermediate_size=10_944, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2,
         first_k_dense_replace=1, max_position_embeddings=163_840,
     ),
+    "qwen3-30b-a3b": dict(
+        model_type="qwen3_moe", vocab_size=151_936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, max_position_embeddings=40_960,
+    ),
+    "mixtral-8x7b": dict(
+        model_type="mixtral", vocab_size=32_000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=14_336, num_local_experts=8, num_experts_per_tok=2,
+        max_position_embeddings=32_768,
+    ),
 }  # fmt: skip
-"""GLM-5.2 and 5.3 are the same in all of these. Models whose rows are no MLA latents are not there: nothing here stores
-them."""
+"""GLM-5.2 and 5.3 are the same in all of these. The last two have grouped-query attention: the planner knows their
+sizes, `models` does not run them."""
 KNOWN["glm-5.1"] = KNOWN["glm-5.3"] | dict(index_topk_freq=1, rope_theta=1e6, max_position_embeddings=202_752)

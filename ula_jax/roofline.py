@@ -102,9 +102,9 @@ def step_time(
 
 def _model(model: Architecture, tokens: int, own: int, placement: Placement, draft: bool) -> tuple[float, float]:
     """Bytes of weights that a device reads for a step, and its FLOP: of the experts those that any token chose."""
-    parallel, hub = placement.parallel, model.hub
+    parallel = placement.parallel
     parts = model.parts(parallel, draft)
-    experts, chosen = int(hub.get("n_routed_experts") or 1), int(hub.get("num_experts_per_tok") or 0)
+    experts, chosen = max(1, model.experts), int(model.hub.get("num_experts_per_tok") or 0)
     touched = 1 - (1 - chosen / experts) ** tokens
     always = parts["by_head"] + parts["by_layer"] + parts["indexers"] + parts["head"]
     flops = 2 * (own * always + tokens * parts["experts"] * chosen / experts)
@@ -120,7 +120,7 @@ def _between_layers(model: Architecture, placement: Placement, requests: int) ->
         nbytes += (2 * model.layers * 2 * hidden + 4 * requests * model.vocabulary) * away
         count += 2 * model.layers + 1
     if parallel.dp > 1:
-        gates = 4 * requests * int(model.hub.get("n_routed_experts") or 0)
+        gates = 4 * requests * model.experts
         nbytes += sparse * (2 * hidden + gates) * (parallel.dp - 1)
         count += 3 * sparse
     return nbytes, count

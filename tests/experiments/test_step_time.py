@@ -95,6 +95,7 @@ def test_command(tmp_path, capsys, monkeypatch):
         ({"placements": ("mine",)}, "placements: expected those of .*found 'mine'"),
         ({"gather": "all"}, "gather: expected 'scores' or 'candidates', found 'all'"),
         ({"mode": "3x3"}, "mode: expected one of .*found '3x3'"),
+        ({"model": "mixtral-8x7b"}, "model: expected one with an indexer, found 'mixtral-8x7b'"),
         ({"hardware": ("1xH200",)}, "hardware: expected room beside the weights"),
     ],
 )

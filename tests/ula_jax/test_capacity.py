@@ -8,7 +8,7 @@ import pytest
 from models import ModelConfig
 from tests.ula_jax.engines import documents, greedy, make_engine, small_model
 from ula_jax import cli
-from ula_jax.capacity import Architecture, Config, admitted, architecture, lengths, machine, plan, run
+from ula_jax.capacity import MLA, Architecture, Config, admitted, architecture, lengths, machine, plan, run
 from ula_jax.known_models import KNOWN
 from ula_jax.parallel import Parallel
 from ula_jax.placements import PLACEMENTS, make_placement
@@ -107,7 +107,7 @@ def test_a_range_of_contexts_admits_as_many_as_its_mean():
     assert mixed == pytest.approx(even, rel=0.03)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [name for name in KNOWN if KNOWN[name]["model_type"] in MLA])
 def test_groups_of_known_models_are_those_that_the_model_code_reads(name):
     defaults = dict(rope_theta=1e4, rms_norm_eps=1e-6, num_experts_per_tok=8, n_group=1, topk_group=1,
                     norm_topk_prob=True, routed_scaling_factor=1.0)  # fmt: skip
@@ -174,6 +174,40 @@ def test_bad_input_is_named(settings, message):
         run(Config(**settings))
 
 
-def test_a_model_without_latent_rows_is_refused():
-    with pytest.raises(UserError, match=r"expected an MLA model.s .* found none of .kv_lora_rank."):
+@pytest.mark.parametrize(
+    ("name", "parameters", "gigabytes"), [("qwen3-30b-a3b", 30.5e9, 103.079), ("mixtral-8x7b", 46.7e9, 137.439)]
+)
+def test_grouped_query_models_as_published(name, parameters, gigabytes):
+    """Parameters from the model cards; the cache of 32 requests of 32K in bf16 from WriteScope's table."""
+    model = architecture(name)
+    embeddings = 2 * model.vocabulary * model.hidden
+    assert model.weights(Parallel(), True) - embeddings == pytest.approx(parameters, rel=0.002)  # they are in bf16
+    assert 32 * 32 * K * model.spec(Config(rows="bf16"), 32 * K).row_bytes / 1e9 == pytest.approx(gigabytes, rel=1e-5)
+
+
+def test_heads_divide_the_rows_of_grouped_queries_as_far_as_they_go():
+    """Four heads on eight devices: two copies of each, unless positions are striped. One device in eight has an eighth
+    of the striped rows and a quarter of every other one."""
+    found = rows_of(model="qwen3-30b-a3b", mode="tp", context="32k", rows="bf16", placements=("gpu_only", "ula"))
+    assert found["gpu_only", "tp"]["distinct_share"] == pytest.approx(1 / 2)
+    assert found["ula", "tp"]["distinct_share"] == 1
+    left = machine(Config()).device_bytes * 0.9 - architecture("qwen3-30b-a3b").weights(Parallel(tp=8), True)
+    assert found["gpu_only", "tp"]["admitted"] == int(left / (48 * 2 * 128 * 2) / (32 * K))
+    whole = rows_of(model="mixtral-8x7b", mode="tp", context="32k", rows="bf16", placements=("gpu_only",))
+    assert whole["gpu_only", "tp"]["distinct_share"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_known_model_has_a_plan(name):
+    found = rows_of(model=name, context="32k")
+    assert {"gpu_only", "ula", "owner_computes"} <= {placement for placement, _ in found}
+    sparse = "index_topk" in KNOWN[name]
+    assert sparse == (("ula:buffer=6144", "tp") in found), "only a selection fits in a buffer"
+    assert all(row["admitted"] > 0 for row in found.values())
+
+
+def test_models_of_another_kind_are_refused():
+    with pytest.raises(UserError, match=r"expected the config.json of a glm_moe_dsa, found none of 'kv_lora_rank'"):
         Architecture({name: value for name, value in KNOWN["glm-5.3"].items() if name != "kv_lora_rank"})
+    with pytest.raises(UserError, match=r"expected a config.json of type glm_moe_dsa, .*, found 'deepseek_v4'"):
+        Architecture(dict(model_type="deepseek_v4", num_key_value_heads=1, head_dim=512))
