@@ -247,7 +247,8 @@ def run(config: Config) -> dict[str, Any]:
             for name in names(config, parallel, spec)
         ]  # fmt: skip
     about = {
-        "hardware": {**asdict(node), "usable": config.usable}, "model": config.model, "draft_layer": config.draft and model.drafts > 0,
+        "hardware": {**asdict(node), "usable": config.usable}, "model": config.model,
+        "draft_layer": config.draft and model.drafts > 0,
         "row_bytes": spec.row_bytes, "device_bytes_per_token": spec.index_bytes,
     }  # fmt: skip
     return {"rows": [asdict(row) for row in rows], "assumptions": about}
